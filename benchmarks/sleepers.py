@@ -11,7 +11,7 @@ from workloads import Batch, Chain
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Flow, route
+from smp_strategy.planning.schedule.flow import Flow, route
 
 __all__ = ["Sleepers"]
 

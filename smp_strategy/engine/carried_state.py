@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, final
 
 from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.pipeline.job import Job, Step
 from smp_strategy.pipeline.microbatch_order import TurnRule, gate_position
-from smp_strategy.pipeline.microbatch_runner import Job, Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.surveys import rehearse
 from smp_strategy.pipeline.switches import SwitchPlace
 
 __all__ = ["Rehearsals"]
@@ -131,7 +132,7 @@ class Rehearsals:
             with undone(self.step, surroundings, computes=False), calls.switches.learning_nothing():
                 private.begin(self.step)
                 found = private.found()
-                events = runtime.rehearse(Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
+                events = rehearse(runtime, Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
                 state = private.found()
                 left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
                 return _RehearsalOutcome(rehearsal.noted, events, state, left)

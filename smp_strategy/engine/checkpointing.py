@@ -36,7 +36,7 @@ from smp_strategy.checkpoint.state_dict import (
 from smp_strategy.checkpoint.storage.source import Source
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.pending_state import PendingOptimizerState, PendingState
 from smp_strategy.engine.unit_calls import UnitCalls

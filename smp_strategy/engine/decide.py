@@ -18,7 +18,7 @@ from smp_strategy.engine.given_partition import GivenPartition
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.pipeline.microbatch_runner import Step
+from smp_strategy.pipeline.job import Step
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.costs import Costs, find_costs
 from smp_strategy.planning.memory.model import ShardingOf, holdings_of

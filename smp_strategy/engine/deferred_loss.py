@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.pipeline.pause import PausedStep
+from smp_strategy.pipeline.barriers import PausedStep
 
 __all__ = ["BackwardRequest", "ForwardStep", "program_of"]
 

@@ -31,11 +31,12 @@ from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.glue_parameters import GlueUses
+from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.kept_tensors import refuse_kept
-from smp_strategy.pipeline.microbatch_runner import Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.surveys import survey
 from smp_strategy.pipeline.user_collectives import Replicas
 from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
 
@@ -188,7 +189,7 @@ def _survey(
             try:
                 with undone(step, surroundings, computes=computes), uses:
                     with private.learning(step):
-                        trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+                        trace = survey(runtime, step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
                         _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
@@ -220,7 +221,7 @@ def _try_another(
         UnsupportedError: it uses a tensor of the first one.
     """
     with refuse_kept(), suppress(ValueNeededError), private.learning(step):
-        runtime.survey(step, microbatch, loss_of)
+        survey(runtime, step, microbatch, loss_of)
 
 
 def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:

@@ -34,19 +34,21 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.parallelize import FirstStep, Parallelizer
 from smp_strategy.engine.pending_state import PendingState
+from smp_strategy.engine.run_step import run_step
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun
+from smp_strategy.pipeline.job import Job, Step, StepRun
+from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.costs import Costs, measuring_device
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
@@ -109,6 +111,7 @@ class Engine(SavedState, Inspection):
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.gradients_are_seen = False
         self._late = PendingState()
+        self._recorded: Recorded | None = None
         self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
@@ -396,7 +399,10 @@ class Engine(SavedState, Inspection):
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        return self.layout.timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
+        run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
+        if kind == "train" and plan is not None:
+            self._recorded = Recorded(self._num_steps, plan, recording)
+        return run
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors in the place of placed ones.

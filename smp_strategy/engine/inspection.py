@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.parallelize import Parallelizer
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport, memory_report
@@ -32,6 +33,7 @@ class Inspection:
     _module: nn.Module | None
     _optimizers: Sequence[Optimizer]
     _timeout: timedelta | None
+    _recorded: Recorded | None
 
     @property
     def mesh(self) -> ProcessMesh:
@@ -80,7 +82,7 @@ class Inspection:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
         if self.partition is None:
             raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
-        return Explanation(self.partition, self.layout.timetables.of("train", self.partition.num_microbatches))
+        return Explanation(self.partition, self.layout.plans.of("train", self.partition.num_microbatches))
 
     def timeline(self) -> Timeline:
         """When each stage of this replica did what in the latest training step, beside its timetable.
@@ -92,8 +94,7 @@ class Inspection:
         """
         self._calls.refuse_inside_of_step("A timeline")
         with self.views.put_aside():
-            recorded = None if self.partition is None else self.layout.timetables.recorded
-            return gather(recorded, self.mesh, self._timeout)
+            return gather(self._recorded, self.mesh, self._timeout)
 
     @property
     def traffic(self) -> OffloadStats:

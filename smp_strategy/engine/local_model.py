@@ -37,8 +37,8 @@ from smp_strategy.distributed.collectives.interface import collectives_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.hooks.cross_stage import Views
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership

@@ -25,7 +25,8 @@ from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.engine.deferred_loss import ForwardStep, program_of
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch_runner import Barrier, Job, StepRun
+from smp_strategy.pipeline.barriers import Barrier
+from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
 __all__ = ["HiddenGradients", "ManualSteps"]
@@ -136,7 +137,7 @@ class ManualSteps:
         if sharded is not None:
             sharded.begin_pass()
         with self._hidden.hidden():
-            result = self._calls.runtime.run_with_barriers(job, microbatches)
+            result = self._calls.runtime.barriers.run(job, microbatches)
         if sharded is not None:
             sharded.stop_at("the end of the step")
             sharded.end_pass()
@@ -153,20 +154,20 @@ class ManualSteps:
         job = replace(job, step=program, weights=[1.0] * len(microbatches))
         if sharded is not None:
             sharded.begin_pass()
-        outputs, pause = runtime.run_to_barrier(job, list(enumerate(microbatches)))
+        outputs, pause = runtime.barriers.run_to_barrier(job, list(enumerate(microbatches)))
         if sharded is not None:
             sharded.stop_at("the end of the forward")
             sharded.end_pass()
 
         def backward(losses: list[Any], retain_graph: bool) -> None:
             assert self._calls.runtime is not None
-            self._calls.runtime.backward(losses, 1.0, retain_graph=retain_graph)
+            self._calls.runtime.barriers.backward(losses, 1.0, retain_graph=retain_graph)
 
         return ForwardStep(put_together(outputs), sizes, pause, backward, self._around_backward)
 
     def _once_in_step(self, name: str, act: Callable[[list[Any]], Any], value: Any) -> Any:
         assert self._calls.runtime is not None
-        return self._calls.runtime.once(Barrier(name, act, value), also_dry=False)
+        return self._calls.runtime.barriers.once(Barrier(name, act, value), also_dry=False)
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
@@ -207,13 +208,13 @@ class ManualSteps:
                 self._sharded.begin_pass()
             return result
 
-        return runtime.once(Barrier(name, with_gradients, value), also_dry=also_dry)
+        return runtime.barriers.once(Barrier(name, with_gradients, value), also_dry=also_dry)
 
     def backward(self, losses: Sequence[Tensor], factor: float, *, retain_graph: bool = False) -> None:
         """In an action of :meth:`once`: add ``factor`` times the gradient of the mean loss to ``.grad``."""
         assert self._calls.runtime is not None
         with self._around_backward():
-            self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
+            self._calls.runtime.barriers.backward(losses, factor, retain_graph=retain_graph)
 
     def mean(self, values: Sequence[Any]) -> Tensor:
         """In an action of :meth:`once`: the mean over the batch of a number of each microbatch, real everywhere."""

@@ -40,8 +40,8 @@ from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.microbatch_runner import Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -120,16 +120,16 @@ class Parallelizer:
         self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
         self._split: SplitLayerSet | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
-        self._timetables: PlanCache | None = None
+        self._plans: PlanCache | None = None
         self._has_counted = False
         self.partition: Partition | None = None
         self.costs = Costs.modelled(delayed.device)
 
     @property
-    def timetables(self) -> PlanCache:
+    def plans(self) -> PlanCache:
         """After which steps run; exist once the partition is decided."""
-        assert self._timetables is not None
-        return self._timetables
+        assert self._plans is not None
+        return self._plans
 
     def close(self) -> None:
         """Let go of process groups; what was decided can still be asked for."""
@@ -211,9 +211,9 @@ class Parallelizer:
         self._refuse_rewritten()
         self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
-        self._timetables = PlanCache(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
+        self._plans = PlanCache(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
-            self._timetables.learn(first.kind, found.trace)
+            self._plans.learn(first.kind, found.trace)
         layout = render_layout(self._mesh.shape, self.partition, config, self.split_report)
         notes = self.costs.render()
         self._report(f"{notes}\n{layout}" if notes else layout)
@@ -321,7 +321,7 @@ class Parallelizer:
             return
         # Stages that went by different rules would wait for each other.
         rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
-        self.timetables.turn_rules[kind.kind] = rule
+        self.plans.turn_rules[kind.kind] = rule
         if rule.gate is None:
             self._report(render_order(kind.kind, rule.names))
 

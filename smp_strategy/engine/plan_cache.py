@@ -1,21 +1,17 @@
-"""Steps run after timetables: there is one for every path that steps take, and every number of microbatches."""
+"""Cache of plans: one for every path that steps take, and every number of microbatches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, final, get_args
+from typing import NamedTuple, final, get_args
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.microbatch_order import TurnRule
-from smp_strategy.pipeline.microbatch_runner import Job, StepRun
-from smp_strategy.pipeline.recording import Recorded
-from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.planner import policies_of
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.policies import Policy, PolicyName
 from smp_strategy.planning.schedule.search import Losses, search
 from smp_strategy.planning.schedule.simulate import simulate
@@ -23,7 +19,7 @@ from smp_strategy.planning.schedule.step_graph import StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
 from smp_strategy.reports.explain.text import timetable
 
-__all__ = ["PlanCache", "policy_of"]
+__all__ = ["PlanCache", "StepOrder", "policy_of"]
 
 # A step that never repeats a path or a size of batch must not fill the memory.
 MOST_PLANS = 256
@@ -33,6 +29,17 @@ def policy_of(partition: Partition) -> Policy:
     """The policy that ``partition`` was made for."""
     names = {name: name for name in get_args(PolicyName)}
     return Policy(names[partition.schedule], partition.chunks_per_stage, partition.active_microbatches)
+
+
+class StepOrder(NamedTuple):
+    """The order of work of one step."""
+
+    plan: Plan | None = None
+    """``None``: program order, as no path is known yet, or microbatches depend on each other."""
+    gate: int | None = None
+    """After how many events a microbatch waits for those before it to end, if it does."""
+    expected: Sequence[object] | None = None
+    """Signatures of the events that the plan was made for."""
 
 
 @final
@@ -48,7 +55,6 @@ class PlanCache:
             differ, but they must keep one order.
 
     Attributes:
-        recorded: the latest training step that had a timetable.
         turn_rules: of kinds of steps in which microbatches depend on each other.
     """
 
@@ -66,37 +72,30 @@ class PlanCache:
         self._report = report
         self._agree = agree
         self._is_reported = False
-        self.recorded: Recorded | None = None
         self.turn_rules: dict[str, TurnRule] = {}
         # The latest trace of each kind of step.
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
 
-    def run(self, runtime: Runtime, kind: str, job: Job, microbatches: Sequence[Any], *, number: int) -> StepRun:
-        """Run a step after its timetable; without one in program order, if no path is known yet.
+    def order_of(self, kind: str, num_microbatches: int) -> StepOrder:
+        """The order of work of the next step.
 
         Args:
-            runtime: runs it.
             kind: steps of one kind probably take the same path.
-            job: what is done with every microbatch.
-            microbatches: of the batch.
-            number: of the training step.
+            num_microbatches: of its batch.
         """
-        plan, rule = self.of(kind, len(microbatches)), self.turn_rules.get(kind)
-        if rule is not None and plan is not None:
-            is_on_path = rule.gate is not None and rule.path == self._traces[kind].names
-            plan, job = (plan, replace(job, gate=rule.gate)) if is_on_path else (None, job)
-        if plan is not None:
-            if kind == "train" and not self._is_reported and len(plan.stages) > 1:
-                self._report(timetable(plan))
-                self._is_reported = True
-            job = replace(job, expected=self._traces[kind].path)
-        run, recording = runtime.run(job, microbatches, plan)
-        if kind == "train" and plan is not None:
-            self.recorded = Recorded(number, plan, recording)
-        if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
-            self.learn(kind, run.trace)
-        return run
+        plan, rule = self.of(kind, num_microbatches), self.turn_rules.get(kind)
+        if plan is None:
+            return StepOrder()
+        gate = None
+        if rule is not None:
+            if rule.gate is None or rule.path != self._traces[kind].names:
+                return StepOrder()
+            gate = rule.gate
+        if kind == "train" and not self._is_reported and len(plan.stages) > 1:
+            self._report(timetable(plan))
+            self._is_reported = True
+        return StepOrder(plan, gate, self._traces[kind].path)
 
     def learn(self, kind: str, trace: Trace) -> None:
         """A step of ``kind`` has taken the path of ``trace``: the next one is planned for it."""

@@ -24,7 +24,7 @@ from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
 __all__ = ["watched_entrances"]
@@ -34,17 +34,17 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
-def watched_entrances(active: "Callable[[], MicrobatchInterpreter | None]") -> Iterator[None]:
+def watched_entrances(current: CurrentProgram) -> Iterator[None]:
     """While this is open, calls with placed tensors come here.
 
     Args:
-        active: the program that runs now; what it gives to `checkpoint` may be plain, and still meet units inside.
+        current: the program that runs now; what it gives to `checkpoint` may be plain, and still meet units inside.
     """
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
 
-    def glue() -> MicrobatchInterpreter | None:
-        program = active()
+    def glue() -> Interpreter | None:
+        program = current.interpreter
         return None if program is None or program.is_in_unit else program
 
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +77,7 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         program.function = before
 
 
-def _reentrant(
-    original: Callable[..., Any], program: MicrobatchInterpreter | None, run: Any, preserve: Any, *inputs: Any
-) -> Any:
+def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: Any, preserve: Any, *inputs: Any) -> Any:
     if program is None:
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: where no input needs a gradient, the parameters inside get none either.
@@ -90,7 +88,7 @@ def _reentrant(
 
 def _checkpoint(
     original: Callable[..., Any],
-    glue: "Callable[[], MicrobatchInterpreter | None]",
+    glue: "Callable[[], Interpreter | None]",
     function: Any,
     preserve: bool,
     contexts: Any,

@@ -11,13 +11,12 @@ On every stage the program gets placed tensors back, and goes on. Where a result
 the call first and describes the result to the others, who wait for that.
 """
 
-import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, final
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -28,50 +27,38 @@ from smp_strategy.activations.unit_wrapper import UnitCall
 from smp_strategy.distributed.torch_modes import NOTHING
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, left_behind, put_state, state_of
-from smp_strategy.model.trace.fake_call import is_left_behind, tensors_of
-from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.fake_call import is_left_behind
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import (
     Callee,
     Prediction,
     Unpredictable,
     ValueNeededError,
-    describe,
-    versions_of,
 )
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
-from smp_strategy.model.trace.saved_tensors import counting_saved
-from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back, watched
+from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.aliasing import follow_change, place_plain
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import AdoptedTensors, call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
-from smp_strategy.pipeline.module_hooks import with_backward_hooks
-from smp_strategy.pipeline.outcome import MESSAGE, CallOutcome, assemble, check_tensor, decode, encode, made_tensors
+from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor, number_of
 from smp_strategy.pipeline.record import ProgramTrace
 from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.pipeline.stage_context import StageContext
+from smp_strategy.pipeline.unpredictable import UnpredictableCalls
+from smp_strategy.pipeline.wrap_unit import wrap_unit
 
 __all__ = ["MicrobatchInterpreter"]
 
 # No other seed derives from that of a program by this number.
 _OPERATIONS = -2
-
-
-class _InterpretedCall(NamedTuple):
-    kind: Literal["unit", "op"]
-    name: str
-    callee: Callee
-    leaves: list[Any]
-    structure: Any
-    placed: list[PlacedTensor]
 
 
 @final
@@ -120,7 +107,7 @@ class MicrobatchInterpreter:
         self._rehearsal = context.rehearsal
         self._stage = context.stage
         self._oracle = context.oracle
-        self._active = context.active
+        self._current = context.current
         self._share = context.share
         self._streams = context.streams
         self._with_weights = context.with_weights
@@ -128,6 +115,9 @@ class MicrobatchInterpreter:
         self._reads_refused = context.reads_refused
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = AdoptedTensors()
+        self._unpredictable = UnpredictableCalls(
+            context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._follow_draws
+        )
         # Containers in objects that a dry run lends to units, with what was in them.
         self._lent: list[tuple[Any, Any]] = []
 
@@ -157,7 +147,7 @@ class MicrobatchInterpreter:
     def check_current(self, tensor: PlacedTensor) -> None:
         """Refuse a result whose memory was changed through a view on another stage."""
         if tensor.is_stale:
-            self._refresh(tensor)
+            follow_change(tensor, self.record, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
         """A placed tensor that exists already.
@@ -200,7 +190,7 @@ class MicrobatchInterpreter:
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
         if self.closed:
-            program = self._active()
+            program = self._current.interpreter
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
@@ -213,7 +203,7 @@ class MicrobatchInterpreter:
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
         if self.closed:
-            program = self._active()
+            program = self._current.interpreter
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
@@ -252,7 +242,7 @@ class MicrobatchInterpreter:
             # All of them were kept from earlier steps, and are known everywhere by now.
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
-        call = _InterpretedCall(kind, name, callee, leaves, structure, placed)
+        call = InterpretedCall(kind, name, callee, leaves, structure, placed)
         prediction = self._oracle.recall(callee, given, structure)
         if prediction is None:
             prediction = self._predict(call, given)
@@ -262,7 +252,10 @@ class MicrobatchInterpreter:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
             if plain and must_run_everywhere(name, leaves, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
-            placed += [self._take(leaves[position]) for position in plain]
+            placed += [
+                place_plain(leaves[position], self, self.record, self.graph, computes=self.computes_here)
+                for position in plain
+            ]
         self._num_draws += prediction.random and kind == "op"
         event, placement = self.record.call(kind, name, _values(placed), prediction)
         if self._rehearsal is not None:
@@ -270,56 +263,23 @@ class MicrobatchInterpreter:
         if placement.moves:
             self._exchange(placement, placed)
         ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
-        if prediction.random and self._generators is not None:
-            self._generators.follow(placement.stages, leaves)
+        if prediction.random:
+            self._follow_draws(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
-    def _call_and_tell(self, call: _InterpretedCall, why: Unpredictable) -> Any:
-        """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
+    def _call_and_tell(self, call: InterpretedCall, why: Unpredictable) -> Any:
+        """A call with a result that cannot be predicted: its stage runs it, and the others wait for the description."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
         self._num_draws += call.kind == "op"
-        message = self.record.value(MESSAGE)
-        position = len(self.record.events)
-        placement = self.record.place(Event(call.kind, call.name, _values(call.placed), (message,)), is_whole=False)
-        self._exchange(placement, call.placed)
-        (segment,) = placement.segments
-        note = PlacedTensor(self, message, MESSAGE, segment)
-        ran, prediction = None, None
-        if self._stage in placement.stages:
-            ran, prediction = self._observe(call)
-            note.origin = note.current = (self.graph.current, encode(call.name, prediction))
-        if self._generators is not None:
-            self._generators.follow(placement.stages, call.leaves)
-        self._exchange(self.record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
-        if prediction is None:
-            assert note.origin is not None
-            prediction = decode(note.origin[1])
-        refuse_changed_plain(call.name, call.leaves, prediction)
-        specs = (*prediction.made, *prediction.changed.values())
-        values = [self.record.value(spec) for spec in specs]
-        self.record.complete(position, values, prediction)
-        return self._hand_out(call, prediction, segment, values, ran)
-
-    def _observe(self, call: _InterpretedCall) -> tuple[CallOutcome, Prediction]:
-        """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
-        leaves = [self.graph.real(leaf) for leaf in call.leaves]
-        versions = versions_of(leaves)
-        if not self.is_survey:
-            ran = self._run(call, random=True)
-            return ran, describe(ran.output, ran.inputs, versions, random=True)
-        weights = list(tensors_of(call.callee.module).values())
-        tally = KernelTally(weights)
-        with counting_saved(weights) as saved_bytes, Meter(tally):
-            ran = self._run(call, random=True)
-        prediction = describe(
-            ran.output, ran.inputs, versions, random=True, effort=tally.efforts, saved_bytes=saved_bytes()
-        )
-        return ran, prediction
+        described = self._unpredictable.call(self, call)
+        refuse_changed_plain(call.name, call.leaves, described.prediction)
+        values = described.complete(self.record)
+        return self._hand_out(call, described.prediction, described.segment, values, described.ran)
 
     def _hand_out(
         self,
-        call: _InterpretedCall,
+        call: InterpretedCall,
         prediction: Prediction,
         segment: SegmentId,
         values: Sequence[Value],
@@ -346,42 +306,37 @@ class MicrobatchInterpreter:
             leaves[position].origin = leaves[position].current = here
         return assemble(prediction, results, leaves, constants)
 
-    def _run(self, call: _InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
+    def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
         self.graph.begin_work()
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
-        function = call.callee.runs
-        if call.kind == "unit":
-            function = self._with_weights(call.name, function, self.microbatch)
+        function, module = call.callee.runs, call.callee.module
+        seeded = self._seeded(call) if random and self._generators is None else None
         noting = NOTHING
-        if self._leftovers is not None and call.callee.module is not None:
-            noting = self._leftovers.noting(call.name, call.callee.module)
-        if call.callee.module is not None:
-            function = with_backward_hooks(call.callee.module, function)
-        seeded = None
-        if random and self._generators is None:
-            # Operations count for themselves: how many units there are goes by the layout.
-            place = (_OPERATIONS, self._num_draws) if call.kind == "op" else (len(self.record.events),)
-            seeded = functools.partial(self._streams.seeded, derive_seed(self._seed, *place))
-        if call.kind == "unit" and call.callee.module is not None:
-            about = UnitCall(
-                call.name,
-                call.callee.module,
-                self.microbatch,
-                random=seeded,
-                asked=self._asked,
-                changed=changed,
-                is_compiled=call.callee.compiled is not None,
-            )
-            function = watched(self._activations.around(about, function))
-        self.enclosing = call.callee.module
+        if self._leftovers is not None and module is not None:
+            noting = self._leftovers.noting(call.name, module)
+        if call.kind == "unit" and module is not None:
+            is_compiled = call.callee.compiled is not None
+            about = UnitCall(call.name, module, self.microbatch, seeded, self._asked, changed, is_compiled)
+            function = wrap_unit(function, about, with_weights=self._with_weights, activations=self._activations)
+        self.enclosing = module
         try:
             with NOTHING if seeded is None else seeded(), noting:
                 return CallOutcome(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
 
-    def _predict(self, call: _InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
+    def _follow_draws(self, stages: Sequence[int], leaves: list[Any]) -> None:
+        """Bring the global generators of other stages to where those of ``stages`` are after a random call."""
+        if self._generators is not None:
+            self._generators.follow(stages, leaves)
+
+    def _seeded(self, call: InterpretedCall) -> Callable[[], AbstractContextManager[None]]:
+        # Operations count for themselves: how many units there are goes by the layout.
+        place = (_OPERATIONS, self._num_draws) if call.kind == "op" else (len(self.record.events),)
+        return functools.partial(self._streams.seeded, derive_seed(self._seed, *place))
+
+    def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
             if not self.computes_here and call.kind == "unit":
@@ -432,7 +387,7 @@ class MicrobatchInterpreter:
                     leaf = leaves[position] = leaf.known if leaf.known is not None else self._kept.adopted(leaf, self)
                 if isinstance(leaf, PlacedTensor):
                     if leaf.version != leaf.memory.version:
-                        self._refresh(leaf)
+                        follow_change(leaf, self.record, self._stage)
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue
@@ -453,41 +408,6 @@ class MicrobatchInterpreter:
         if self._leftovers is None or not self._leftovers.has_news:
             raise left_behind()
         return self.bring(TensorSpec.of(mark), [0], None)
-
-    def _take(self, tensor: Tensor) -> PlacedTensor:
-        """Turn a plain tensor, which all stages have, into a placed one."""
-        spec = TensorSpec.of(tensor)
-        # An alias: the tensor itself is about to become something else.
-        real = self.graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
-        value, home = self.record.given(spec, range(self.record.num_stages))
-        taken = PlacedTensor.from_plain(tensor, self, value, spec, home)
-        if self.computes_here:
-            taken.origin = taken.current = (self.graph.current, real)
-        return taken
-
-    def _refresh(self, tensor: PlacedTensor) -> None:
-        """Follow a change that was made through a view: the memory has it already, other stages' copies do not."""
-        assert tensor.memory.changed is not None
-        changed, where, family = tensor.memory.changed
-        if where != tensor.born:
-            raise UnsupportedError(
-                f"A tensor of shape {list(tensor.spec.size)} shares its memory with one that was changed in place on "
-                f"stage {where.stage}, but stands itself on stage {tensor.born.stage} or was made earlier there, so "
-                "the change does not reach it. Use an operation that returns a new tensor."
-            )
-        spec = tensor.spec
-        if family == tensor.family:
-            spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
-        value = self.record.value(spec)
-        inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
-        placement = self.record.place(Event("op", "alias", inputs, (value,)))
-        assert not placement.moves, "views and their base are on one stage"
-        tensor.refresh(value, spec)
-        if where.stage == self._stage:
-            assert tensor.origin is not None
-            check_tensor("alias", spec, tensor.origin[1])
-        else:
-            tensor.origin = tensor.current = None
 
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:

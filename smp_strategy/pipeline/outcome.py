@@ -2,29 +2,36 @@
 
 Predictions are made from metadata. Where the result depends on something else (tensor values, the state of an
 object), they can be wrong; this is noticed on the stage that ran the call, before anything goes on with it.
-
-Where there is no prediction, the stage that ran the call tells the others: the description is a small message.
 """
 
-import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.prediction import Absent, Made, Prediction, Same, is_constant
+from smp_strategy.model.trace.prediction import Callee, Made, Prediction, Same, is_constant
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import start_of_gradient
 
-__all__ = ["MESSAGE", "CallOutcome", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
+__all__ = ["CallOutcome", "InterpretedCall", "assemble", "check_tensor", "made_tensors"]
 
-MESSAGE_BYTES = 1 << 15
-MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
-"""Metadata of a description: other stages must know the size of every message beforehand."""
+
+class InterpretedCall(NamedTuple):
+    """A call of a unit, or of an operation of the glue."""
+
+    kind: Literal["unit", "op"]
+    name: str
+    callee: Callee
+    leaves: list[Any]
+    """Its flattened arguments."""
+    structure: Any
+    """Structure of the arguments, to put them together again."""
+    placed: list[PlacedTensor]
+    """Placed tensors among them."""
 
 
 class CallOutcome(NamedTuple):
@@ -84,50 +91,6 @@ def check_tensor(name: str, spec: TensorSpec, tensor: Tensor) -> None:
             "returns depends on tensor values or on the state of an object (a cache, say: `use_cache=False` does "
             "without)."
         )
-
-
-class _LeafSlot:
-    """Stands for a leaf. A packed sequence, which is a named tuple, asks where its parts are."""
-
-    device = torch.device("cpu")
-
-
-def encode(name: str, prediction: Prediction) -> Tensor:
-    """The message that describes the result of the call ``name``.
-
-    Raises:
-        UnsupportedError: it cannot be sent.
-    """
-    outputs = tuple(_sendable(output) for output in prediction.outputs)
-    # Containers can be pickled, pytree's description of them only with a warning.
-    skeleton = pytree.tree_unflatten([_LeafSlot()] * len(outputs), prediction.structure)
-    try:
-        message = pickle.dumps((skeleton, outputs, prediction.changed, prediction.aliases))
-    except Exception as error:
-        raise UnsupportedError(
-            f"What `{name}` returns depends on tensor values, and its description cannot be sent to the other stages: "
-            f"{error}. Return tensors, numbers and strings in tuples, lists, dicts or classes of a module."
-        ) from error
-    if len(message) > MESSAGE_BYTES:
-        raise UnsupportedError(
-            f"What `{name}` returns depends on tensor values, and describing it to the other stages takes "
-            f"{len(message)} bytes, more than {MESSAGE_BYTES}. Return fewer objects."
-        )
-    padded = bytearray(message.ljust(MESSAGE_BYTES, b"\0"))
-    return torch.frombuffer(padded, dtype=torch.uint8)
-
-
-def decode(message: Tensor) -> Prediction:
-    """What :func:`encode` was given on another stage of this run."""
-    skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
-    _, structure = flatten(skeleton)
-    return Prediction(outputs=outputs, structure=structure, changed=changed, aliases=aliases, random=True)
-
-
-def _sendable(output: Any) -> Any:
-    if isinstance(output, (Made, Same)) or is_constant(output):
-        return output
-    return Absent(type(output).__name__)
 
 
 def _agrees(found: Any, predicted: Any, inputs: Sequence[Any]) -> bool:

@@ -13,55 +13,26 @@ into four kinds:
 import inspect
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Value
 from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.parametrize_cache import CachedWeights
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_ops import READS, REFUSED
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.segments import start_of_gradient
 
 __all__ = ["Interpreter", "TensorMemory", "PlacedTensor", "number_of"]
-
-_READS: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(Tensor, name)
-            for name in (
-                *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__"),
-                *("__index__", "__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
-            )
-        ),
-        *(torch.equal, torch.allclose, torch.is_nonzero),
-    }
-)
-
-
-def _setter(name: str) -> Any:
-    return getattr(Tensor, name).__set__
-
-
-_REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
-    Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
-    Tensor.data_ptr: "A placed tensor has memory on one stage only.",
-    Tensor.share_memory_: "A placed tensor has memory on one stage only.",
-    Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
-    Tensor.__reduce_ex__: "It cannot be pickled. Return it from the step and save what the step returned.",
-    Tensor.resize_: "Make a new tensor instead.",
-    Tensor.set_: "Make a new tensor instead.",
-    _setter("data"): "Use an operation that returns a new tensor.",
-    _setter("grad"): "Gradients of activations stay on the stage that computes them.",
-    _setter("requires_grad"): "Create the tensor inside a module.",
-    torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
-    torch.autograd.grad: "Move the computation that needs gradients into an nn.Module that belongs to a unit.",
-}
 
 
 @final
@@ -90,8 +61,22 @@ class Interpreter(Protocol):
     """Whether it runs only to be looked at; there are no values then."""
     is_predicting: bool
     """Whether it runs code on fake tensors just now."""
+    enclosing: nn.Module | None
+    """The unit that runs just now, for real or dry."""
     function: str
     """The autograd Function of the glue that runs just now, by name."""
+    cached: CachedWeights
+    """Parametrized weights that are kept for the microbatch."""
+
+    @property
+    def is_in_unit(self) -> bool:
+        """Whether code of a unit runs just now."""
+
+    def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        """Call a unit."""
+
+    def recomputing(self, treatment: ActivationPolicy) -> AbstractContextManager[None]:
+        """In here units are recomputed so, unless more is to be done with them anyway."""
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -260,8 +245,8 @@ class PlacedTensor(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _REFUSED:
-            raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
+        if func in REFUSED:
+            raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {REFUSED[func]}")
         program = _program_of(args, kwargs)
         if program is None:
             args, kwargs = _in_plain_lists(args), dict(zip(kwargs, _in_plain_lists(kwargs.values()), strict=True))
@@ -275,7 +260,7 @@ class PlacedTensor(Tensor):
             return program.hook_gradient(*args, **kwargs)
         if func is Tensor.requires_grad_:
             return args[0].begin_gradient(*args[1:], **kwargs)
-        if func in _READS:
+        if func in READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)
 

@@ -7,7 +7,6 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -17,21 +16,23 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.pipeline.action_order import backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.autograd_functions import watched_entrances
+from smp_strategy.pipeline.barriers import BarrierSteps
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.microbatch_runner import Barrier, Job, MicrobatchRunner, Step, StepRun, trace_of
+from smp_strategy.pipeline.job import Job, StepRun
+from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
-from smp_strategy.pipeline.pause import PausedStep
+from smp_strategy.pipeline.off_plan import finish_off_plan
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.routing import Placement
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 from smp_strategy.pipeline.writes import WatchedWrites
@@ -49,6 +50,12 @@ class Runtime:
         told: told what the glue gives to units.
         called: told which unit the glue calls with what.
         written: told, before the glue sets or deletes an attribute of a module; ``None``: ``private`` is.
+
+    Attributes:
+        stage, told: as given.
+        current: the program that runs now.
+        collectives: of the user, in steps.
+        barriers: runs steps whose microbatches stop at barriers.
     """
 
     def __init__(
@@ -60,15 +67,16 @@ class Runtime:
         called: Callable[[Callee, Any, Any], None] | None = None,
         written: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self._private = private
-        self._told = told
+        self.told = told
         self._called = called
-        self._program: MicrobatchInterpreter | None = None
-        self._collectives = ReplicaCollectives(stage.replicas, self._active, meets=not stage.is_dry)
-        self._meeting: MicrobatchRunner | None = None
-        self._offload_of_pause = ExitStack()
+        self.current = CurrentProgram()
+        self.collectives = ReplicaCollectives(stage.replicas, self.current, meets=not stage.is_dry)
         self._threads = ThreadPool()
+        self.barriers = BarrierSteps(
+            self.current, self.collectives, runner_of=self.runner_of, offloading=self._offloading, flush=self._flush
+        )
         if private is not None:
             stage.activations.switched = private.of_now
         self._written = written if private is None else private.touch
@@ -79,8 +87,8 @@ class Runtime:
     def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
         """Stand-in for the ``forward`` of a unit, whose key is its name."""
         name = str(unit.key)
-        program = self._program
-        if self._stage.activations.repeating is not None:  # the work of the unit that is being run once more
+        program = self.current.interpreter
+        if self.stage.activations.repeating is not None:  # the work of the unit that is being run once more
             return unit.function(*args, **kwargs)
         if program is not None and program.enclosing is None:
             if program.function:
@@ -89,27 +97,27 @@ class Runtime:
                     "runs on one stage as a whole. Let it stay together with the modules that it calls: use "
                     "`smp_strategy.unit(module)` on the module that applies it."
                 )
-            if self._told is not None:
-                self._told((args, kwargs))
+            if self.told is not None:
+                self.told((args, kwargs))
             if self._called is not None:
                 self._called(unit, args, kwargs)
             return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
             return unit.function(*args, **kwargs)
-        if self._stage.stage_of[name] != self._stage.number:
+        if self.stage.stage_of[name] != self.stage.number:
             raise UnsupportedError(
-                f"Unit `{name}` lives on stage {self._stage.stage_of[name]} and was called "
-                f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage.number}, where its "
+                f"Unit `{name}` lives on stage {self.stage.stage_of[name]} and was called "
+                f"{'inside another unit' if program else 'outside of a step'} on stage {self.stage.number}, where its "
                 "weights are not. Call the model inside a training, validation, test or predict step."
             )
-        return self._stage.with_weights(name, unit.runs, None)(*args, **kwargs)
+        return self.stage.with_weights(name, unit.runs, None)(*args, **kwargs)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
     ) -> Any:
         """See :meth:`smp_strategy.engine.engine.Engine.call_with_values`."""
-        program = self._program
+        program = self.current.interpreter
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
         if program.is_survey:
@@ -130,13 +138,13 @@ class Runtime:
         Returns:
             What came out of it, and when this stage did what.
         """
-        turns, recorder = self._turns(job, microbatches), Recorder(self._stage.transport)
+        turns, recorder = self.runner_of(job, microbatches), Recorder(self.stage.transport)
         try:
             with ExitStack() as stack:
-                stack.enter_context(watched_entrances(self._active))
-                stack.enter_context(self._collectives.open())
-                stack.enter_context(self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
-                actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                stack.enter_context(watched_entrances(self.current))
+                stack.enter_context(self.collectives.open())
+                stack.enter_context(self.stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
+                actions = plan.stages[self.stage.number] if plan else turns.program_order()
                 if job.loss_of is not None:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
@@ -144,14 +152,16 @@ class Runtime:
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
-                    self._stage.activations.offload.reach(position)
+                    self.stage.activations.offload.reach(position)
                     recorder.note(action, turns.do)
                     if turns.has_left_plan:
-                        self._stage.activations.offload.leave_plan()
+                        self.stage.activations.offload.leave_plan()
                         break
                     turns.prepare(early[position])
                     turns.share_results(at_once=position >= tail)
-                turns.finish(lambda: plan is None or is_in_order(plan))
+                if not turns.finish():
+                    in_order = plan is None or is_in_order(plan)
+                    finish_off_plan(turns, is_in_order=in_order, improvises=self.collectives.begin_to_improvise)
             turns.agree()
             self._flush()
         except BaseException:
@@ -160,140 +170,39 @@ class Runtime:
         result = turns.result()
         return result, recorder.recording(left_plan=turns.has_left_plan, traffic=self.traffic)
 
-    def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
-        """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
-        turns = self._turns(job, microbatches)
-        with self._running(turns):
-            with self._offloading(microbatches):
-                while turns.meet():
-                    pass
-            turns.agree()
-        return turns.result()
-
-    def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, PausedStep]:
-        """Do ``job``, whose step stops at a barrier and then leaves nothing more in shared objects, up to there.
-
-        Returns:
-            What the barrier's action returns, and the step, which waits.
-        """
-        turns = self._turns(job, microbatches)
-        # It lasts until the next step: in between, backward expects what has gone to the host.
-        self._offload_of_pause.enter_context(self._offloading(microbatches))
-        pause = PausedStep(turns, self._running)
-        found = pause.go_on()
-        turns.end_private()
-        return found, pause
-
-    @contextmanager
-    def _running(self, turns: MicrobatchRunner) -> Iterator[None]:
-        """Microbatches run in here up to a barrier, or to their end."""
-        self._meeting = turns
-        try:
-            with watched_entrances(self._active), self._collectives.open():
-                yield
-            self._flush()
-        except BaseException:
-            turns.cancel()
-            raise
-        finally:
-            self._meeting = None
-
     @property
     def is_in_step(self) -> bool:
         """Whether a program runs: the caller is code of a step, or of a hook that sees gradients."""
-        return self._program is not None
-
-    def once(self, barrier: Barrier, *, also_dry: bool) -> Any:
-        """Called in a step: do something once for the batch, when all microbatches are there.
-
-        Args:
-            barrier: what, and with which values.
-            also_dry: do it in a dry run, too, where nothing else is done.
-        """
-        program = self._program
-        assert program is not None
-        if program.is_survey:
-            return barrier.act([barrier.value]) if also_dry else None
-        if self._meeting is None or not self._meeting.has(program):
-            raise UnsupportedError(
-                f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
-                "in a training step under manual optimization."
-            )
-        return self._meeting.stop_at(replace(barrier, act=self._outside_of_step(barrier.act)), program)
-
-    def _outside_of_step(self, act: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        def outside(values: list[Any]) -> Any:
-            with self._collectives.aside():
-                return act(values)
-
-        return outside
-
-    def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
-        """At a barrier: see :meth:`~smp_strategy.pipeline.microbatch_runner.MicrobatchRunner.backward`."""
-        assert self._meeting is not None
-        with self._collectives.aside(False):
-            self._meeting.backward(losses, factor, retain_graph=retain_graph)
-        self._flush()
+        return self.current.interpreter is not None
 
     def make_real(self, tree: Any) -> Any:
         """See :meth:`~smp_strategy.pipeline.stage.Stage.make_real`."""
-        return self._stage.make_real(tree)
+        return self.stage.make_real(tree)
 
     def _offloading(
         self, microbatches: Sequence[Any], actions: Sequence[Action] = (), *, follows_plan: bool = False
     ) -> AbstractContextManager[None]:
         """What units keep for backward may go to the host in here."""
         # One stage has so few actions that calls are counted.
-        uses = backward_positions(actions) if follows_plan and self._stage.num_stages > 1 else None
+        uses = backward_positions(actions) if follows_plan and self.stage.num_stages > 1 else None
         alternates = [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
         batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
-        return self._stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
+        return self.stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
-    def _turns(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
-        self._offload_of_pause.close()
-        private = self._private if len(microbatches) > 1 or self._stage.activations.recomputes else None
+    def runner_of(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
+        """The microbatches of a step that begins now."""
+        self.barriers.close()
+        private = self._private if len(microbatches) > 1 or self.stage.activations.recomputes else None
         if private is not None:
             private.begin(job.step)
         return MicrobatchRunner(
-            self._stage,
+            self.stage,
             microbatches,
             job,
             threads=self._threads,
-            enter=self._enter,
-            active=self._active,
+            current=self.current,
             private=private,
-            improvises=self._collectives.begin_to_improvise,
         )
-
-    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
-        """Run ``step`` to look at it and return its trace.
-
-        Raises:
-            ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on
-                one.
-        """
-        program = self._stage.program(microbatch=0, seed=0, active=self._active)
-        with self.entered(program), self._collectives.open():
-            output = step(microbatch)
-            if self._told is not None:
-                self._told(output)
-        program.close()
-        loss = loss_of(output) if loss_of else None
-        return trace_of(program, loss)
-
-    def rehearse(self, job: Job, microbatches: Sequence[Any], *, in_order: bool) -> list[tuple[Event, Placement]]:
-        """Let microbatches of a dry run take turns; see ``MicrobatchRunner.rehearse``."""
-        assert self._stage.rehearsal is not None
-        turns = self._turns(job, microbatches)
-        try:
-            with (
-                watched_entrances(self._active),
-                self._collectives.open(),
-                self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)),
-            ):
-                return turns.rehearse(self._stage.rehearsal, in_order=in_order)
-        finally:
-            turns.cancel()
 
     def run_alone(self, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
         """Run code of the glue once, on every stage, outside of the microbatches.
@@ -305,9 +214,9 @@ class Runtime:
         Returns:
             What ``code`` returns, with real tensors on every stage.
         """
-        program = self._stage.program(microbatch=0, generators=generators, active=self._active)
+        program = self.stage.program(microbatch=0, generators=generators, current=self.current)
         with self.entered(program):
-            result = self._stage.make_real(code(program))
+            result = self.stage.make_real(code(program))
         self._flush()
         program.close()
         return result
@@ -315,36 +224,36 @@ class Runtime:
     @contextmanager
     def entered(self, program: MicrobatchInterpreter) -> Iterator[None]:
         """Calls of units in here are calls of ``program``."""
-        self._enter(program)
+        self.current.enter(program)
         try:
-            with watched_entrances(self._active):
+            with watched_entrances(self.current):
                 yield
         except BaseException:
             program.close()
             raise
         finally:
-            self._enter(None)
+            self.current.enter(None)
 
     @property
     def is_in_unit(self) -> bool:
         """Whether a unit runs just now, perhaps once more in a backward, to compute something."""
-        program = self._program
+        program = self.current.interpreter
         runs = program is not None and program.is_in_unit and not program.is_predicting
-        return runs or self._stage.activations.repeating is not None
+        return runs or self.stage.activations.repeating is not None
 
     @property
     def running_unit(self) -> nn.Module | None:
         """The unit whose code runs just now, if any."""
-        return None if self._program is None else self._program.enclosing
+        return None if self.current.interpreter is None else self.current.interpreter.enclosing
 
     @property
     def traffic(self) -> OffloadStats:
         """What has gone between the device and the host in the latest step with backward."""
-        return self._stage.activations.offload.traffic
+        return self.stage.activations.offload.traffic
 
     def _touch(self, module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """An attribute of ``module`` is about to be set or deleted; returns what it is set to."""
-        program = self._program
+        program = self.current.interpreter
         if self._written is None or program is None or program.is_in_unit:
             return values
         self._written(module, name)
@@ -354,29 +263,19 @@ class Runtime:
             return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
         return values
 
-    def _enter(self, program: MicrobatchInterpreter | None) -> None:
-        if self._program is not None:
-            self._program.cached.leave()
-        self._program = program
-        if program is not None:
-            program.cached.enter()
-
-    def _active(self) -> MicrobatchInterpreter | None:
-        return self._program
-
     def _flush(self) -> None:
-        if self._stage.transport is not None:
-            self._stage.transport.flush()
+        if self.stage.transport is not None:
+            self.stage.transport.flush()
 
     def close(self) -> None:
         """End the threads."""
-        self._offload_of_pause.close()
+        self.barriers.close()
         if self._writes is not None:
             self._writes.close()
-        self._collectives.close()
+        self.collectives.close()
         self._threads.close()
-        if self._stage.transport is not None:
-            self._stage.transport.close()
+        if self.stage.transport is not None:
+            self.stage.transport.close()
 
 
 def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:

@@ -6,14 +6,12 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
-from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.local_graph import LocalGraph
@@ -21,6 +19,7 @@ from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.record import Latest, ProgramTrace
 from smp_strategy.pipeline.rehearsal import Rehearsal
+from smp_strategy.pipeline.results import begin_to_make_real
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.stage_context import StageContext, WithWeights, weights_are_there
 from smp_strategy.pipeline.transport import Receipt, Transport
@@ -81,13 +80,13 @@ class Stage:
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
         gate: Gate | None = None,
-        active: Callable[[], MicrobatchInterpreter | None] = lambda: None,
+        current: CurrentProgram | None = None,
     ) -> MicrobatchInterpreter:
         """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`."""
         context = StageContext(
             stage=self.number,
             oracle=self.oracle,
-            active=active,
+            current=current or CurrentProgram(),
             share=self.make_known,
             streams=self.streams,
             with_weights=self.with_weights,
@@ -117,35 +116,4 @@ class Stage:
 
     def begin_to_make_real(self, tree: Any) -> Callable[[], Any]:
         """Begin to do so; returns what waits for it."""
-        leaves, structure = flatten(tree, lambda nest: type(nest) is torch.Size)  # which would become a tuple
-        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
-        for tensor in placed:
-            if not tensor.program.closed:
-                tensor.program.check_current(tensor)
-        begun: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
-        for stage in range(self.num_stages):
-            mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())
-            if not mine:
-                continue
-            values = [None if t.origin is None or stage != self.number else t.origin[1] for t in mine]
-            begun.append(([id(tensor) for tensor in mine], self._begin_to_share(values, mine, stage)))
-
-        def wait() -> Any:
-            real = {key: value for keys, shared in begun for key, value in zip(keys, shared(), strict=True)}
-            return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
-
-        return wait
-
-    def _begin_to_share(
-        self, values: Sequence[Tensor | None], placed: Sequence[PlacedTensor], stage: int
-    ) -> Callable[[], list[Tensor]]:
-        if self.transport is None:
-            here = [value.detach() for value in values if value is not None]
-            return lambda: here
-        return self.transport.begin_to_share(values, [tensor.spec for tensor in placed], stage)
-
-
-def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:
-    if isinstance(leaf, PlacedTensor):
-        return real[id(leaf)]
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        return begin_to_make_real(tree, self.transport, self.number, self.num_stages)

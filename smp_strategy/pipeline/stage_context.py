@@ -11,7 +11,8 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import Rehearsal
 
 __all__ = ["StageContext", "WithWeights", "weights_are_there"]
@@ -35,7 +36,7 @@ class StageContext:
     """This rank's stage; -1 for a dry run that computes nothing."""
     oracle: ShapeInference
     """Predicts results."""
-    active: Callable[[], Interpreter | None]
+    current: CurrentProgram
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
     share: Callable[[Sequence[PlacedTensor]], None]
     """Gives every stage the values of tensors whose program has ended; collective."""

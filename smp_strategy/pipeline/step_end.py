@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from smp_strategy.pipeline.agreement import begin_to_agree
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.stage import Stage
 
@@ -33,7 +34,7 @@ class StepEnd:
             return [name for program in programs for name in program.record.path]
 
         digest = zlib.crc32("\n".join(path()).encode())
-        self._agreement = None if stage.transport is None else stage.transport.begin_to_agree(digest, path)
+        self._agreement = None if stage.transport is None else begin_to_agree(stage.transport, digest, path)
 
     def go_on(self) -> None:
         """Begin what can begin by now; waits for no other stage."""

@@ -8,18 +8,16 @@ gloo matches messages of a pair of ranks by tag, so messages may overtake each o
 the host (:mod:`smp_strategy.distributed.host_copies`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import zip_longest
 from time import perf_counter
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.background_wait import BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.device import is_host
@@ -29,13 +27,10 @@ from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RES
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.distributed.work import Work
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline import wire_format as messages
 
-__all__ = ["Agreement", "Receipt", "Transport"]
-
-_END = "the end of a step or hook"
+__all__ = ["Receipt", "Transport"]
 
 
 @final
@@ -71,16 +66,6 @@ class Receipt:
         return self._transport.wait(self).use()
 
 
-class Agreement(NamedTuple):
-    """A comparison of programs that is under way."""
-
-    is_reached: Callable[[], bool]
-    """Whether they are known to be the same by now."""
-    check: Callable[[], None]
-    """Waits, and raises :class:`UnsupportedError` if they differ, with the first difference. Only at the end of a step,
-    where the others will come."""
-
-
 @final
 class Transport:
     """Point-to-point messages among the stages of this rank's replica.
@@ -91,15 +76,17 @@ class Transport:
         timeout: longest wait for a message; ``None``: that of the group's backend.
 
     Attributes:
+        stage_ranks, group: as given.
+        rank: global rank of this process.
         listeners: wait for messages that are not there yet.
         seconds_waited: how long this stage has been blocked by messages so far.
         sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        self._ranks = stage_ranks
+        self.stage_ranks = stage_ranks
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
-        self._group = group
+        self.group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
         # By receiver's stage and tag.
         self._sent: dict[tuple[int, int], Work[object]] = {}
@@ -107,10 +94,10 @@ class Transport:
         self._num_shared = 0
         self.seconds_waited = 0.0
         self.sent: set[tuple[str, int]] = set()
-        self._rank, self._watch = dist.get_rank(), watch_of()
+        self.rank, self._watch = dist.get_rank(), watch_of()
         # Names of messages to each stage, and of receives from it, in what is told of this rank.
-        self._channels = [_channel(self._rank, rank) for rank in stage_ranks]
-        self._expected = [_expected(rank, self._rank) for rank in stage_ranks]
+        self._channels = [_channel(self.rank, rank) for rank in stage_ranks]
+        self._expected = [_expected(rank, self.rank) for rank in stage_ranks]
         self._watch.senders.add(self)
         self.listeners = BackgroundWaits()
         # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
@@ -132,9 +119,9 @@ class Transport:
         """Begin to send memory of the host."""
         try:
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
-            work = self._group.send([message], self._peers[stage], tag)
+            work = self.group.send([message], self._peers[stage], tag)
         except RuntimeError as error:
-            raise_lost(error, self._ranks[stage], "sending a tensor to")
+            raise_lost(error, self.stage_ranks[stage], "sending a tensor to")
         timeout = self._timeout
 
         def wait(_: Tensor = message) -> object:  # which must live until then
@@ -151,9 +138,9 @@ class Transport:
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
         incoming = messages.Incoming(message, host)
         try:
-            work = self._group.recv([message], self._peers[stage], tag)
+            work = self.group.recv([message], self._peers[stage], tag)
         except RuntimeError as error:
-            raise_lost(error, self._ranks[stage], "waiting for a tensor from")
+            raise_lost(error, self.stage_ranks[stage], "waiting for a tensor from")
         timeout = self._timeout
 
         def wait() -> Landed:
@@ -161,7 +148,7 @@ class Transport:
             arrived = incoming.tensor()
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        receipt = Receipt((self._ranks[stage], tag), Work(wait, incoming.is_there), self)
+        receipt = Receipt((self.stage_ranks[stage], tag), Work(wait, incoming.is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
         if copies is not None:
@@ -191,10 +178,10 @@ class Transport:
 
     def waiting_for(self, receipts: Sequence[Receipt]) -> AbstractContextManager[None]:
         """In here this stage can do nothing until one of ``receipts`` arrives."""
-        keys, rank = [receipt.key for receipt in receipts], self._rank
+        keys, rank = [receipt.key for receipt in receipts], self.rank
         return self._watch.waiting(
             lambda: [[Condition(source, _channel(source, rank), tag)] for source, tag in keys],
-            self._group,
+            self.group,
             "a tensor of another stage",
         )
 
@@ -211,12 +198,12 @@ class Transport:
         if (stage, tag) in self._sent:
             sent = self._sent.pop((stage, tag))
             try:
-                receiver = self._ranks[stage]
-                needs = [[Condition(receiver, _expected(self._rank, receiver), tag)]]
-                with self._watch.waiting(lambda: needs, self._group, "the arrival of a tensor at another stage"):
+                receiver = self.stage_ranks[stage]
+                needs = [[Condition(receiver, _expected(self.rank, receiver), tag)]]
+                with self._watch.waiting(lambda: needs, self.group, "the arrival of a tensor at another stage"):
                     sent.wait()
             except RuntimeError as error:
-                raise_lost(error, self._ranks[stage], "waiting for the arrival of a tensor at")
+                raise_lost(error, self.stage_ranks[stage], "waiting for the arrival of a tensor at")
 
     def flush(self) -> None:
         """Confirm everything that was sent."""
@@ -228,74 +215,11 @@ class Transport:
         """End the threads."""
         self.listeners.close()
 
-    def begin_to_agree(self, digest: int, path: Callable[[], Sequence[str]]) -> "Agreement":
-        """Begin to compare the programs that the stages have run; collective.
-
-        Args:
-            digest: of what this stage ran, equal if it is the same.
-            path: the calls that it made.
-        """
-        mine = torch.tensor([digest], device="cpu")
-        found = [torch.full_like(mine, -1) for _ in self._ranks]
-        compared = collectives.all_gather(found, mine, group=self._group, doing=_END)
-
-        def is_reached() -> bool:
-            return compared.is_done() and all(torch.equal(mine, other) for other in found)
-
-        def check() -> None:
-            if is_reached():
-                return
-            compared.wait()
-            if is_reached():
-                return
-            # A stage that has run something else may still be in its step, and wait for this one.
-            paths = collectives.gather_objects((self._rank, list(path())), "a comparison of steps", self._group)
-            raise UnsupportedError(_first_difference(dict(paths)))
-
-        return Agreement(is_reached, check)
-
-    def begin_to_share(
-        self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
-    ) -> Callable[[], list[Tensor]]:
-        """Begin to give every stage the tensors that ``stage`` has; one message per kind. Collective.
-
-        Args:
-            values: the tensors on ``stage``; ``None`` elsewhere.
-            specs: their metadata, known everywhere.
-            stage: who has them.
-
-        Returns:
-            What waits for them.
-        """
-        begun: list[tuple[list[int], Callable[[], Tensor]]] = []
-        for kind in dict.fromkeys((spec.dtype, spec.device) for spec in specs):
-            members = [index for index, spec in enumerate(specs) if (spec.dtype, spec.device) == kind]
-            here = [value.detach().reshape(-1) for value in (values[index] for index in members) if value is not None]
-            flat = TensorSpec((sum(specs[index].numel for index in members),), (1,), *kind, False)
-            begun.append((members, self._begin_to_share_flat(here, flat, stage)))
-
-        def wait() -> list[Tensor]:
-            results = [torch.empty(0)] * len(specs)
-            for members, flat in begun:
-                pieces = flat().split([specs[index].numel for index in members])
-                for index, piece in zip(members, pieces, strict=True):
-                    # Each result owns its memory: a small one must not keep all others alive.
-                    results[index] = piece.view(specs[index].size).clone()
-            return results
-
-        return wait
-
-    def _begin_to_share_flat(self, here: Sequence[Tensor], spec: TensorSpec, stage: int) -> Callable[[], Tensor]:
-        """Begin to give every stage what is ``here``, on ``stage``, behind each other."""
+    def next_result_tag(self) -> int:
+        """Tag of the next result that a stage gives to all others; equal on all stages, which share in one order."""
         tag = SHARED_RESULTS + self._num_shared % NUM_SHARED_RESULTS
         self._num_shared += 1
-        if not here:
-            return self.receive(spec, stage, tag).wait
-        flat = torch.cat(list(here))
-        for other in range(len(self._ranks)):
-            if other != stage:
-                self.send(flat, spec, other, tag)
-        return lambda: flat
+        return tag
 
 
 def _channel(source: int, target: int) -> str:
@@ -306,14 +230,3 @@ def _channel(source: int, target: int) -> str:
 def _expected(source: int, target: int) -> str:
     """Of receives of such messages."""
     return f"{target} expects from {source}"
-
-
-def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
-    calls = zip_longest(*paths.values(), fillvalue="the end of the step")
-    number, differing = next((n, call) for n, call in enumerate(calls) if len(set(call)) > 1)
-    what = ", ".join(f"`{name}` on rank {rank}" for rank, name in sorted(zip(paths, differing, strict=True)))
-    return (
-        f"The ranks of this pipeline did not run the same code in this step: call {number} is {what}. A value that "
-        "only some ranks read (`if trainer.is_global_zero: print(loss.item())`) or a branch on the rank is the usual "
-        "reason: do it on all ranks, or use `self.log` or `self.print`."
-    )

@@ -33,8 +33,8 @@ from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
-from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
 __all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 
@@ -238,19 +238,19 @@ class ReplicaCollectives:
 
     Args:
         replicas: whom a step meets.
-        active: the program that runs now, if any.
+        current: the program that runs now; ``None``: none ever does.
         meets: whether anybody is met at all; otherwise all is done as if the others brought the same.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        active: "Callable[[], MicrobatchInterpreter | None]" = lambda: None,
+        current: CurrentProgram | None = None,
         *,
         meets: bool = True,
     ) -> None:
         self._replicas = replicas
-        self._active = active
+        self._current = current or CurrentProgram()
         self._meets = meets and replicas.size > 1
         self._is_aside = False
         # In this step.
@@ -314,14 +314,14 @@ class ReplicaCollectives:
         if entry.name in ("get_rank", "get_world_size"):
             is_default = self._is_default(given.get("group"))
             return self._replicas.place[entry.name == "get_world_size"] if is_default else entry.original(**given)
-        program = self._active()
+        program = self._current.interpreter
         is_glue = program is not None and not program.is_in_unit and not program.is_predicting
         if is_glue and any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             assert program is not None
             return self._in_program(entry, program, given)
         return self._carry_out(entry, given)
 
-    def _in_program(self, entry: _Exchanged, program: MicrobatchInterpreter, given: dict[str, Any]) -> Any:
+    def _in_program(self, entry: _Exchanged, program: Interpreter, given: dict[str, Any]) -> Any:
         """Placed tensors are given to it in the glue: it happens where they are."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(
@@ -380,7 +380,7 @@ class ReplicaCollectives:
 
     @property
     def _meets_now(self) -> bool:
-        program = self._active()
+        program = self._current.interpreter
         return self._meets and (program is None or not program.is_predicting)
 
     def _is_default(self, group: Any) -> bool:

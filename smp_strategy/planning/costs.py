@@ -19,10 +19,10 @@ from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.measured_costs import Measured, with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, measure
 from smp_strategy.planning.profiling.recorded_calls import RecordedCall
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD
 
 __all__ = ["Costs", "find_costs", "measuring_device"]

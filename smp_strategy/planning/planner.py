@@ -17,7 +17,6 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, crowded
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
 from smp_strategy.planning.partition.from_trace import problem_of
@@ -25,6 +24,7 @@ from smp_strategy.planning.partition.partition import Partition, StageActivation
 from smp_strategy.planning.partition.problem import HeldBytes, InFlight, PartitionProblem, Promise, Score, Setting
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.planning.partition.solver import EFFORT, does_not_fit, solve
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.search import NOTICEABLE
 from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD, simulate

@@ -17,7 +17,7 @@ their stages as in a step.
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -25,22 +25,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
-from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
+from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.model.guarded_tensors import HomeStages, StageTensor, home_of, in_plain_sight
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.agreement import begin_to_agree
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.transport import Transport
 
-__all__ = ["HookView", "Views"]
+__all__ = ["HookView"]
 
 _READS = (
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
@@ -183,7 +182,7 @@ class HookView:
         Raises:
             UnsupportedError: it did not.
         """
-        self._transport.begin_to_agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
+        begin_to_agree(self._transport, zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""
@@ -402,77 +401,6 @@ class HookView:
         StageTensor.watch(tensor, home)
         self._ownership.take_in(tensor, home)
         return tensor
-
-
-@final
-class Views:
-    """The view of the hook that runs just now, if one does.
-
-    Attributes:
-        foresight: what all views know about results.
-        states: shows what optimizers keep.
-    """
-
-    def __init__(self) -> None:
-        self.foresight = CrossStageInference()
-        self.states = FullOptimizerState()
-        self._make: Callable[[], HookView | FullParameters] | None = None
-        self._view: HookView | FullParameters | None = None
-
-    def begin(
-        self,
-        parameters: Sequence[nn.Parameter],
-        ownership: Ownership,
-        mesh: ProcessMesh,
-        transport: Transport | None,
-        *,
-        sharded: ShardedModule | None,
-        parts: FullSplitLayers | None,
-    ) -> None:
-        """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
-
-        def make() -> HookView | FullParameters:
-            if transport is None:
-                return FullParameters(sharded, parts)
-            return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
-
-        self._make = make
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a hook runs."""
-        return self._view is not None
-
-    def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
-        """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
-        assert self._make is not None
-        view = self._view = self._make()
-        try:
-            with self.states.shown():  # around the view: they are cut to where parameters are by then
-                if isinstance(view, FullParameters):
-                    with view.shown():
-                        return hook()
-                return runtime.run_alone(lambda _: view.run(hook), view.generators)
-        finally:
-            self._view = None
-
-    @contextmanager
-    def put_aside(self) -> Iterator[None]:
-        """Inside of a hook: let the library and the optimizers work on parameters as they do outside of hooks."""
-        view, self._view = self._view, None
-        try:
-            with nullcontext() if view is None else view.hidden(), self.states.hidden():
-                yield
-        finally:
-            self._view = view
-
-    def collected(self, tree: Any) -> Any:
-        """``tree``, made by the hook that runs, with values on the first rank of the replica; collective."""
-        return tree if self._view is None else self._view.collected(tree)
-
-    def held(self, tree: Any) -> Any:
-        """``tree``, made by the hook that runs, with :class:`HeldTensor` in the place of tensors that are spread."""
-        return self._view.held(tree) if isinstance(self._view, HookView) else tree
 
 
 def _home(tensor: Any) -> HomeStages:

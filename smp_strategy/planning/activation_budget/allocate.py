@@ -15,10 +15,11 @@ from smp_strategy.activations.policy import ActivationPolicy, Recompute, Treatme
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId, route
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.call_costs import call_costs, treated
 from smp_strategy.planning.activation_budget.knapsack import Alternative, MemoryBudget, MemoryUse, Selection, choose
+from smp_strategy.planning.schedule.flow import Flow, KeptBytes, route
 from smp_strategy.planning.schedule.peak_memory import (
     DEFAULT_HORIZON,
     ActionMemory,

@@ -7,8 +7,9 @@ has been done on other stages. If all stages that have not finished are blocked,
 from collections import Counter
 from typing import final
 
-from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.planning.schedule.flow import Flow
 
 __all__ = ["PlanError", "check"]
 

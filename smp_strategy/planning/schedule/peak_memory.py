@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.planning.schedule.flow import Flow, KeptBytes
 
 __all__ = ["DEFAULT_HORIZON", "ActionMemory", "moments", "peak_saved_bytes", "used_bytes"]
 

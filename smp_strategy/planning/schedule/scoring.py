@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, Times, crowded, end_of
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
 

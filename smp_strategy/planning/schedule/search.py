@@ -15,10 +15,10 @@ from functools import partial
 from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, crowded, end_of
 from smp_strategy.planning.schedule.annealing import anneal
 from smp_strategy.planning.schedule.fill_bubbles import fill_waits
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.local_search import LocalSearch
 from smp_strategy.planning.schedule.peak_memory import DEFAULT_HORIZON

@@ -14,8 +14,8 @@ The simulated order is a linear order of the dependency graph, so stages that fo
 from collections.abc import Iterator, Sequence
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.published import one_forward_one_backward, zero_bubble, zero_bubble_v

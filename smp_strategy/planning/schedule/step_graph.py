@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan, Times
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.published import ChunkPass
 
 __all__ = ["ScheduledPass", "Orders", "StepGraph"]

@@ -4,7 +4,8 @@ from hypothesis import given
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Router, SegmentId, gradient_uses, route
+from smp_strategy.pipeline.routing import Router, SegmentId, gradient_uses
+from smp_strategy.planning.schedule.flow import route
 from tests.unit.planning.schedule.flows import chain, flow_of, programs
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.pipeline.schedule import Action, Plan, begun_early, crowded, end_of
+from smp_strategy.pipeline.action_order import begun_early
+from smp_strategy.pipeline.schedule import Action, Plan, crowded, end_of
 
 actions = st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 10**6), st.integers(0, 100))
 

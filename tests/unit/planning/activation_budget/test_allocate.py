@@ -10,9 +10,9 @@ from smp_strategy.activations.policy import KEEP, ActivationPolicy
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Effort, Efforts, Link, SavedBytes, StorageBytes, Work
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch, relieve
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate

@@ -4,8 +4,9 @@ from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Flow, Router, gradient_uses, route
+from smp_strategy.pipeline.routing import Router, gradient_uses
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.planning.schedule.flow import Flow, route
 
 
 def chain(*stages: int) -> tuple[Trace, dict[str, int]]:

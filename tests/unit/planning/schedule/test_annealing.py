@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.schedule import annealing
 from smp_strategy.planning.schedule.annealing import anneal
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.peak_memory import DEFAULT_HORIZON
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.scoring import Limits, PlanScorer

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.fill_bubbles import fill_waits
+from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.search import Losses, search
 from smp_strategy.planning.schedule.simulate import simulate

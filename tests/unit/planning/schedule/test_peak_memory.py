@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId, route
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.planning.schedule.flow import Flow, KeptBytes, route
 from smp_strategy.planning.schedule.peak_memory import moments, peak_saved_bytes, used_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import Flow, route
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.published import ChunkPass, one_forward_one_backward, zero_bubble_v

@@ -11,9 +11,10 @@ from scipy.sparse import coo_matrix
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import SegmentId, route
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.planning.schedule import annealing
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy, candidates

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from tests.unit.planning.schedule.flows import chain, execute, flow_of, programs

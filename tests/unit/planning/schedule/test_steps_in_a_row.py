@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.search import NOTICEABLE, Losses, search

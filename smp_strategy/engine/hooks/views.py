@@ -1,0 +1,90 @@
+"""The view of the model that the user's hook gets which runs now: across stages, or of one stage's shards."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+from torch import nn
+
+from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.hooks.cross_stage import HookView
+from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
+from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
+from smp_strategy.model.ownership import Ownership
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.transport import Transport
+
+__all__ = ["Views"]
+
+
+@final
+class Views:
+    """The view of the hook that runs just now, if one does.
+
+    Attributes:
+        foresight: what all views know about results.
+        states: shows what optimizers keep.
+    """
+
+    def __init__(self) -> None:
+        self.foresight = CrossStageInference()
+        self.states = FullOptimizerState()
+        self._make: Callable[[], HookView | FullParameters] | None = None
+        self._view: HookView | FullParameters | None = None
+
+    def begin(
+        self,
+        parameters: Sequence[nn.Parameter],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        transport: Transport | None,
+        *,
+        sharded: ShardedModule | None,
+        parts: FullSplitLayers | None,
+    ) -> None:
+        """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
+
+        def make() -> HookView | FullParameters:
+            if transport is None:
+                return FullParameters(sharded, parts)
+            return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
+
+        self._make = make
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a hook runs."""
+        return self._view is not None
+
+    def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
+        """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
+        assert self._make is not None
+        view = self._view = self._make()
+        try:
+            with self.states.shown():  # around the view: they are cut to where parameters are by then
+                if isinstance(view, FullParameters):
+                    with view.shown():
+                        return hook()
+                return runtime.run_alone(lambda _: view.run(hook), view.generators)
+        finally:
+            self._view = None
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Inside of a hook: let the library and the optimizers work on parameters as they do outside of hooks."""
+        view, self._view = self._view, None
+        try:
+            with nullcontext() if view is None else view.hidden(), self.states.hidden():
+                yield
+        finally:
+            self._view = view
+
+    def collected(self, tree: Any) -> Any:
+        """``tree``, made by the hook that runs, with values on the first rank of the replica; collective."""
+        return tree if self._view is None else self._view.collected(tree)
+
+    def held(self, tree: Any) -> Any:
+        """``tree``, made by the hook that runs, with :class:`HeldTensor` in the place of tensors that are spread."""
+        return self._view.held(tree) if isinstance(self._view, HookView) else tree

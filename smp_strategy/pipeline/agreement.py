@@ -1,0 +1,70 @@
+"""Agreement of the stages of a replica on the calls that they have made.
+
+Each stage runs the user's whole program. Where a rank has run other code than the others, results would not match; the
+comparison of a digest at the end of each step finds that, and names the first call that differs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.transport import Transport
+
+__all__ = ["Agreement", "begin_to_agree"]
+
+_END = "the end of a step or hook"
+
+
+class Agreement(NamedTuple):
+    """A comparison of programs that is under way."""
+
+    is_reached: Callable[[], bool]
+    """Whether they are known to be the same by now."""
+    check: Callable[[], None]
+    """Waits, and raises :class:`UnsupportedError` if they differ, with the first difference. Only at the end of a step,
+    where the others will come."""
+
+
+def begin_to_agree(transport: Transport, digest: int, path: Callable[[], Sequence[str]]) -> Agreement:
+    """Begin to compare the programs that the stages have run; collective.
+
+    Args:
+        transport: among the stages.
+        digest: of the calls that this stage ran, equal if they are the same.
+        path: the calls that it made.
+    """
+    mine = torch.tensor([digest], device="cpu")
+    found = [torch.full_like(mine, -1) for _ in transport.stage_ranks]
+    compared = collectives.all_gather(found, mine, group=transport.group, doing=_END)
+
+    def is_reached() -> bool:
+        return compared.is_done() and all(torch.equal(mine, other) for other in found)
+
+    def check() -> None:
+        if is_reached():
+            return
+        compared.wait()
+        if is_reached():
+            return
+        # A stage that has run something else may still be in its step, and wait for this one.
+        told = (transport.rank, list(path()))
+        raise UnsupportedError(
+            _first_difference(dict(collectives.gather_objects(told, "a comparison of steps", transport.group)))
+        )
+
+    return Agreement(is_reached, check)
+
+
+def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
+    calls = zip_longest(*paths.values(), fillvalue="the end of the step")
+    number, differing = next((n, call) for n, call in enumerate(calls) if len(set(call)) > 1)
+    what = ", ".join(f"`{name}` on rank {rank}" for rank, name in sorted(zip(paths, differing, strict=True)))
+    return (
+        f"The ranks of this pipeline did not run the same code in this step: call {number} is {what}. A value that "
+        "only some ranks read (`if trainer.is_global_zero: print(loss.item())`) or a branch on the rank is the usual "
+        "reason: do it on all ranks, or use `self.log` or `self.print`."
+    )

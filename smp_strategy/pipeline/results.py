@@ -1,0 +1,96 @@
+"""Results of a step on all stages: placed tensors become real ones everywhere.
+
+The stage that made a tensor sends it to all others, one message per dtype and device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.pipeline.transport import Transport
+
+__all__ = ["begin_to_make_real"]
+
+
+def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_stages: int) -> Callable[[], Any]:
+    """Begin to give all stages the values of placed tensors; collective.
+
+    Args:
+        tree: with placed tensors, the same ones on all stages.
+        transport: among the stages; ``None`` where there is only one.
+        stage: this rank's stage.
+        num_stages: of the pipeline.
+
+    Returns:
+        A function that waits and returns ``tree`` with real, detached tensors.
+    """
+    leaves, structure = flatten(tree, lambda nest: type(nest) is torch.Size)  # which would become a tuple
+    placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+    for tensor in placed:
+        if not tensor.program.closed:
+            tensor.program.check_current(tensor)
+    begun: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
+    for home in range(num_stages):
+        mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == home}.values())
+        if not mine:
+            continue
+        values = [None if each.origin is None or home != stage else each.origin[1] for each in mine]
+        specs = [each.spec for each in mine]
+        begun.append(([id(tensor) for tensor in mine], _begin_to_share(values, specs, home, transport)))
+
+    def wait() -> Any:
+        real = {key: value for keys, shared in begun for key, value in zip(keys, shared(), strict=True)}
+        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
+    return wait
+
+
+def _begin_to_share(
+    values: Sequence[Tensor | None], specs: Sequence[TensorSpec], home: int, transport: Transport | None
+) -> Callable[[], list[Tensor]]:
+    """Begin to give every stage the tensors of stage ``home``, where ``values`` are; returns what waits for them."""
+    if transport is None:
+        here = [value.detach() for value in values if value is not None]
+        return lambda: here
+    begun: list[tuple[list[int], Callable[[], Tensor]]] = []
+    for kind in dict.fromkeys((spec.dtype, spec.device) for spec in specs):
+        members = [index for index, spec in enumerate(specs) if (spec.dtype, spec.device) == kind]
+        flat = [value.detach().reshape(-1) for value in (values[index] for index in members) if value is not None]
+        spec = TensorSpec((sum(specs[index].numel for index in members),), (1,), *kind, False)
+        begun.append((members, _begin_to_share_flat(flat, spec, home, transport)))
+
+    def wait() -> list[Tensor]:
+        results = [torch.empty(0)] * len(specs)
+        for members, flat in begun:
+            pieces = flat().split([specs[index].numel for index in members])
+            for index, piece in zip(members, pieces, strict=True):
+                # Each result owns its memory: a small one must not keep all others alive.
+                results[index] = piece.view(specs[index].size).clone()
+        return results
+
+    return wait
+
+
+def _begin_to_share_flat(
+    here: Sequence[Tensor], spec: TensorSpec, home: int, transport: Transport
+) -> Callable[[], Tensor]:
+    tag = transport.next_result_tag()
+    if not here:
+        return transport.receive(spec, home, tag).wait
+    flat = torch.cat(list(here))
+    for other in range(len(transport.stage_ranks)):
+        if other != home:
+            transport.send(flat, spec, other, tag)
+    return lambda: flat
+
+
+def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:
+    if isinstance(leaf, PlacedTensor):
+        return real[id(leaf)]
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

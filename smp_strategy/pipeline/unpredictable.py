@@ -1,0 +1,172 @@
+"""Calls whose result cannot be predicted from metadata: their stage runs them first, and tells the others the result.
+
+The description of the result (shapes, constants, structure) is a small message. Other stages must know the size of
+every message beforehand, so all descriptions have the same size.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.dispatch import Meter
+from smp_strategy.model.trace.events import Event, Value
+from smp_strategy.model.trace.fake_call import tensors_of
+from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.prediction import Absent, Made, Prediction, Same, describe, is_constant, versions_of
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.saved_tensors import counting_saved
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.local_graph import LocalGraph
+from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.record import ProgramTrace
+from smp_strategy.pipeline.routing import Placement, SegmentId
+
+__all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
+
+MESSAGE_BYTES = 1 << 15
+MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
+"""Metadata of a description: other stages must know the size of every message beforehand."""
+
+
+class Described(NamedTuple):
+    """A call that has run, and the description of its result."""
+
+    position: int
+    """Of its event in the record."""
+    segment: SegmentId
+    """Segment that ran it."""
+    prediction: Prediction
+    ran: CallOutcome | None
+    """``None`` on other stages."""
+
+    def complete(self, record: ProgramTrace) -> list[Value]:
+        """Add the result to the event of the call; returns the values that it made or changed."""
+        specs = (*self.prediction.made, *self.prediction.changed.values())
+        values = [record.value(spec) for spec in specs]
+        record.complete(self.position, values, self.prediction)
+        return values
+
+
+@final
+class UnpredictableCalls:
+    """Runs such calls of one program.
+
+    Args:
+        stage: this rank's stage.
+        record: of the program.
+        graph: real tensors of the microbatch on this stage.
+        exchange: moves values between stages for an event.
+        run: runs a call on this stage; its second argument: whether it may draw random numbers.
+        follow: brings global generators of other stages to where those of the given ones are.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        record: ProgramTrace,
+        graph: LocalGraph,
+        *,
+        exchange: Callable[[Placement, Sequence[PlacedTensor]], None],
+        run: Callable[[InterpretedCall, bool], CallOutcome],
+        follow: Callable[[Sequence[int], list[Any]], None],
+    ) -> None:
+        self._stage = stage
+        self._record = record
+        self._graph = graph
+        self._exchange = exchange
+        self._run = run
+        self._follow = follow
+
+    def call(self, interpreter: Interpreter, call: InterpretedCall) -> Described:
+        """Run ``call`` on its stage and describe its result to all; collective over the stages.
+
+        Args:
+            interpreter: of the program.
+            call: the arguments are ready for use.
+
+        Raises:
+            UnsupportedError: the description cannot be sent.
+        """
+        message = self._record.value(MESSAGE)
+        position = len(self._record.events)
+        inputs = tuple([tensor.value for tensor in call.placed])
+        placement = self._record.place(Event(call.kind, call.name, inputs, (message,)), is_whole=False)
+        self._exchange(placement, call.placed)
+        (segment,) = placement.segments
+        note = PlacedTensor(interpreter, message, MESSAGE, segment)
+        ran, prediction = None, None
+        if self._stage in placement.stages:
+            ran, prediction = self._observe(call, counts=interpreter.is_survey)
+            note.origin = note.current = (self._graph.current, encode(call.name, prediction))
+        self._follow(placement.stages, call.leaves)
+        self._exchange(self._record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
+        if prediction is None:
+            assert note.origin is not None
+            prediction = decode(note.origin[1])
+        return Described(position, segment, prediction, ran)
+
+    def _observe(self, call: InterpretedCall, *, counts: bool) -> tuple[CallOutcome, Prediction]:
+        """Run ``call`` and describe what it did; its costs are counted in a survey only."""
+        leaves = [self._graph.real(leaf) for leaf in call.leaves]
+        versions = versions_of(leaves)
+        if not counts:
+            ran = self._run(call, True)
+            return ran, describe(ran.output, ran.inputs, versions, random=True)
+        weights = list(tensors_of(call.callee.module).values())
+        tally = KernelTally(weights)
+        with counting_saved(weights) as saved_bytes, Meter(tally):
+            ran = self._run(call, True)
+        prediction = describe(
+            ran.output, ran.inputs, versions, random=True, effort=tally.efforts, saved_bytes=saved_bytes()
+        )
+        return ran, prediction
+
+
+class _LeafSlot:
+    """Stands for a leaf. A packed sequence, which is a named tuple, asks where its parts are."""
+
+    device = torch.device("cpu")
+
+
+def encode(name: str, prediction: Prediction) -> Tensor:
+    """The message that describes the result of the call ``name``.
+
+    Raises:
+        UnsupportedError: it cannot be sent.
+    """
+    outputs = tuple(_sendable(output) for output in prediction.outputs)
+    # Containers can be pickled, pytree's description of them only with a warning.
+    skeleton = pytree.tree_unflatten([_LeafSlot()] * len(outputs), prediction.structure)
+    try:
+        message = pickle.dumps((skeleton, outputs, prediction.changed, prediction.aliases))
+    except Exception as error:
+        raise UnsupportedError(
+            f"What `{name}` returns depends on tensor values, and its description cannot be sent to the other stages: "
+            f"{error}. Return tensors, numbers and strings in tuples, lists, dicts or classes of a module."
+        ) from error
+    if len(message) > MESSAGE_BYTES:
+        raise UnsupportedError(
+            f"What `{name}` returns depends on tensor values, and describing it to the other stages takes "
+            f"{len(message)} bytes, more than {MESSAGE_BYTES}. Return fewer objects."
+        )
+    padded = bytearray(message.ljust(MESSAGE_BYTES, b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8)
+
+
+def decode(message: Tensor) -> Prediction:
+    """What :func:`encode` was given on another stage of this run."""
+    skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
+    _, structure = flatten(skeleton)
+    return Prediction(outputs=outputs, structure=structure, changed=changed, aliases=aliases, random=True)
+
+
+def _sendable(output: Any) -> Any:
+    if isinstance(output, (Made, Same)) or is_constant(output):
+        return output
+    return Absent(type(output).__name__)
