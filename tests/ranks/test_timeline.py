@@ -17,7 +17,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
-from smp_strategy.pipeline import recording as recorder
+from smp_strategy.pipeline import recorder
 from smp_strategy.reports.timeline import clocks
 from smp_strategy.reports.timeline import clocks as gathering
 from smp_strategy.reports.timeline.timeline import Timeline
