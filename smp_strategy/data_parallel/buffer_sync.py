@@ -159,7 +159,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _counts_nothing(module: nn.Module) -> bool:
-    """Whether its statistics change without being counted."""
+    """Whether the statistics of ``module`` change without being counted."""
     return isinstance(module, _NormBase) and module.running_mean is not None and module.num_batches_tracked is None
 
 

@@ -142,11 +142,11 @@ class FlatBuffer:
         """Whether there are gradients that have not been reduced."""
         return self._collected is not None or any(_has_new_gradient(parameter) for parameter in self.parameters)
 
-    def gather(self, *, anew: bool = False) -> None:
-        """Begin to gather the values; does nothing while they are gathered, unless other ranks need it ``anew``."""
+    def gather(self, *, again: bool = False) -> None:
+        """Begin to gather the values; if they are gathered, only for other ranks that need it (``again``)."""
         if self._is_gathered or self._arriving is not None:
             # A persistent buffer is gathered on all ranks or on none, so nobody starts this collective.
-            if self.layout.is_persistent or not anew:
+            if self.layout.is_persistent or not again:
                 return
             self.wait()
         elif not self.layout.is_persistent:

@@ -129,15 +129,15 @@ class FlatUnit:
         with in_plain_sight():
             return any(buffer.has_gradients for buffer in self._buffers)
 
-    def gather(self, *, anew: bool = False) -> None:
+    def gather(self, *, again: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
 
         Args:
-            anew: Gather again what is gathered here (small parameters excepted), because other ranks may need it.
+            again: Gather again what is gathered here (small parameters excepted), because other ranks may need it.
         """
         with _untracked():
             for buffer in self._buffers:
-                buffer.gather(anew=anew)
+                buffer.gather(again=again)
 
     def wait(self) -> None:
         """Wait for values that are being gathered, and put them into the parameters."""

@@ -220,7 +220,7 @@ class GatherSchedule:
             wait_for(reducing)
             unit.put_gradients(shards)
 
-    # What is under way
+    # Uses
 
     def _claim(self, number: int) -> None:
         """Gather a unit's parameters until :meth:`_release`; see [Note: gather schedule]."""
@@ -309,7 +309,7 @@ class GatherSchedule:
         unit = self._units[number]
         if operation.kind == "gather":
             # Even if the unit is still gathered here: on another rank it may not be.
-            unit.gather(anew=True)
+            unit.gather(again=True)
             if not self._is_live[number]:
                 self._is_live[number] = True
                 self.live_numel += self._numels[number]

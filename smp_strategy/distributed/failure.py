@@ -63,7 +63,7 @@ class StoreCall(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has returned."""
+        """Whether the call has returned."""
         return not self._thread.is_alive()
 
     def within(self, seconds: float) -> bool:

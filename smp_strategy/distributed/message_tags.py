@@ -54,7 +54,7 @@ _REDUCED_BITS: Final = (1 << 28) - 16
 def reduced_numbers(digest: int) -> int:
     """Tag of numbers that ranks reduce by messages; ``digest`` says what they are.
 
-    So numbers of two different reductions never meet, and neither do numbers and one of the single tags: those have one
-    of the lowest four bits.
+    So numbers of two different reductions never meet (unless their digests collide). They never meet one of the single
+    tags either, which have some of the lowest four bits set.
     """
     return _REDUCED | (digest & _REDUCED_BITS)

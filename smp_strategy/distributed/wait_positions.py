@@ -46,11 +46,11 @@ class Position(NamedTuple):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not at work."""
+        """Whether the rank waits, and is not at work."""
         return self.turn > 0
 
     def stands_still(self, before: "Position | None") -> bool:
-        """Whether it has been in the same wait since it published the position ``before``."""
+        """Whether the rank has been in the same wait since it published the position ``before``."""
         return before is not None and self.is_waiting and self.tick > before.tick and self.turn == before.turn
 
     def encode(self) -> str:

@@ -21,9 +21,9 @@ class Work(Generic[T_co]):
     """Handle of an asynchronous operation. Any number of threads may wait for it.
 
     Args:
-        finish: blocks until the operation is over and returns its result; keeps alive all memory that the operation
+        finish: Blocks until the operation is over and returns its result; keeps alive all memory that the operation
             uses, and is dropped afterwards.
-        is_done: tells without blocking whether ``finish`` would return at once; ``None``: unknown.
+        is_done: Tells without blocking whether ``finish`` would return at once; ``None``: unknown.
     """
 
     def __init__(self, finish: Callable[[], T_co], is_done: Callable[[], bool] | None = None) -> None:
@@ -59,7 +59,7 @@ class Work(Generic[T_co]):
     def hand_over(self) -> Callable[[], None]:
         """Let another thread finish: from now on :meth:`wait` blocks until it has.
 
-        So whoever waits can be interrupted, which a wait inside gloo cannot.
+        So :meth:`wait` can be interrupted, unlike a wait inside gloo.
 
         Returns:
             The function that the other thread has to call, once. It raises nothing.

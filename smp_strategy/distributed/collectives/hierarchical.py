@@ -106,7 +106,7 @@ class HierarchicalCollectives:
     def _begin_reduce(
         self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin; returns the part for the background thread, and the part for whoever waits, after that."""
+        """Begin; returns a function for the background thread, and one for the wait, to be called after that."""
         messages, chunks = self._messages, self._chunks(into)
         # By place: values of this rank and its neighbours for the shards of this rank and its twins.
         like = parts[messages.rank]  # may be of a narrower dtype than the sum
