@@ -137,7 +137,7 @@ def measured(quick: bool) -> list[Figures]:
 
 def check(modes: Sequence[Mode]) -> None:
     """A benchmark of wrong numbers is worth nothing: after as many steps all have the same bits."""
-    first, *others = [mode.side.engine.full_state_dict() for mode in modes]  # on rank 0
+    first, *others = [mode.side.engine.saved.full_state_dict() for mode in modes]  # on rank 0
     for mode, weights in zip(modes[1:], others, strict=True):
         for name, weight in weights.items():
             if not torch.equal(weight, first[name]):

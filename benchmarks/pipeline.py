@@ -306,7 +306,7 @@ def measure(setting: Setting, size: Size, construction: int) -> Found:
         [turn(mine, others[best], construction + number, num_steps) for number in range(rounds)]
         for num_steps, rounds in ((steps, size.compute_rounds if is_close else size.rounds), (1, size.rounds))
     )
-    explanation = mine.engine.explain()
+    explanation = mine.engine.inspection.explain()
     mine.engine.close()
     partition = explanation.partition
     return Found(

@@ -128,7 +128,7 @@ def one_rank(name: str, options: Mapping[str, Any], kind: str) -> Outcome:
         optimizer.step()
         engine.end_update(optimizer)
         losses.append(result.loss.item())
-    return losses, on_host(engine.full_state_dict())
+    return losses, on_host(engine.saved.full_state_dict())
 
 
 def begin(name: str, kind: str) -> tuple[torch.device, nn.Module, torch.optim.Optimizer]:

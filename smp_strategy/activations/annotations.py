@@ -1,7 +1,7 @@
-"""Checkpointing that the user asks for by hand, on modules of a model that is built already.
+"""``set_activation_checkpointing``: checkpointing requested by hand on modules of an existing model.
 
-Nothing is known of units while a model is built, so it is only noted, as an attribute of the module, which copies keep.
-What becomes of it is decided when the layout is: :mod:`smp_strategy.activations.selection`. The name and the parameters
+Units are unknown while a model is built, so the request is only stored as an attribute of the module, which copies
+keep; :mod:`smp_strategy.activations.selection` applies it when the model is partitioned. The name and the parameters
 are SageMaker's.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["CheckpointRequest", "asked_for", "set_activation_checkpointing"]
 
 @final
 class CheckpointRequest(NamedTuple):
-    """What the user has asked for a module."""
+    """The user's request for one module."""
 
     strategy: str
     preserve_rng_state: bool
@@ -32,16 +32,18 @@ Module = TypeVar("Module", bound=nn.Module)
 def set_activation_checkpointing(
     module: Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> Module:
-    """Let ``module`` keep its inputs only, and compute what backward needs once more; returns ``module``.
+    """Checkpoint ``module``: it keeps its inputs only and recomputes the rest in backward. Returns ``module``.
 
-    A module that holds units has them do so, each for itself or in groups. One inside of a unit does so within it.
+    For a module that contains units, each of its units is checkpointed, by itself or in groups. A module inside a unit
+    is checkpointed within that unit.
 
     Args:
-        module: any part of the model; not the model itself, for which there is the option `activation_checkpointing`.
-        preserve_rng_state: draw the same random numbers again.
-        pack_args_as_tuple: for scripts of SageMaker; a module's own ``forward`` says what its parts are given.
-        strategy: for the parts of an ``nn.Sequential`` and for units: ``each`` by itself, all that follow each other on
-            a stage together (``contiguous``), or N of them (``group_N``).
+        module: Any part of the model. For the whole model use the option `activation_checkpointing`.
+        preserve_rng_state: Draw the same random numbers when recomputing.
+        pack_args_as_tuple: Accepted for scripts of SageMaker and ignored: a module's own ``forward`` decides what
+            its parts get.
+        strategy: For the parts of an ``nn.Sequential`` and for units: ``each`` by itself, all that follow each
+            other on a stage together (``contiguous``), or N of them (``group_N``).
 
     Raises:
         ConfigError: ``strategy`` is none of these.
@@ -53,5 +55,5 @@ def set_activation_checkpointing(
 
 
 def asked_for(module: nn.Module) -> CheckpointRequest | None:
-    """What the user has asked for ``module`` itself."""
+    """The user's request for ``module`` itself, if there is one."""
     return _ASKED.of(module)

@@ -1,14 +1,13 @@
-"""A call that keeps its inputs only, and is run once more in backward.
+"""Activation checkpointing of one call: it keeps its inputs only, and is recomputed in backward.
 
-While the call runs, autograd is handed empty *places* for what it wants to keep. When backward opens the first of
-them, the call is run again, with everything as it was, and what autograd wants to keep this time goes
-into the places, one after the other: it is the same, in the same order. The run ends as soon as the last place that
-backward may still open is filled. The graph of the call itself is the only one that gradients pass through, so hooks
-fire once, weights get one gradient, and a backward that has been split, or that comes twice, or through which another
-one goes, finds what it would have found without all this.
+While the call runs, autograd saves empty *slots* instead of tensors. When backward opens the first slot, the call runs
+again under its original conditions, and the tensors that autograd saves this time fill the slots in the same order. The
+second run stops as soon as the last slot that backward may still open is filled. Gradients pass through the graph of
+the first run only, so hooks fire once, weights get one gradient, and a split backward, a repeated backward, or a
+backward inside another one finds what it would have found without checkpointing.
 
-What is in a place stays until autograd lets go of the place, which it does as soon as it has used it. If the graph is
-retained, it stays until the backward is over, and the next one runs the call again.
+A slot keeps its tensor until autograd drops the slot, which it does right after use. With a retained graph, slots are
+emptied when the backward is over, and the next backward recomputes the call.
 """
 
 import weakref
@@ -30,12 +29,31 @@ from smp_strategy.model.trace.pytree import flatten, unflatten_call
 __all__ = ["Recomputed"]
 
 
+# [Note: recomputation slots]
+#
+# The first run hands autograd a numbered slot for each tensor it saves; the second run saves the same tensors in the
+# same order, so the n-th tensor of the second run belongs into slot n. Three things keep the runs in step:
+#
+# 1. The second run starts from the same state (`ModuleSnapshot`, autocast, generators), so it takes the same path. A
+#    tensor of another dtype, shape or device, or too few tensors, is an error.
+# 2. Slots are weakly referenced. Autograd drops those of branches that need no gradient and those that backward has
+#    used; `wanted` are the others, and the run stops (`_Enough`) at the last of them. Hence `_Enough` is raised inside
+#    the user's code, at any operation, and whatever surrounds that code must be exception-safe.
+# 3. The graph of the second run is thrown away: tensors are detached as they are saved.
+#
+# In a checkpoint group the results of one second run are arguments of the next, so only the last call of the group may
+# stop early.
+
+
 class _Enough(BaseException):
-    """All that backward may open is there. No ``Exception``: the user's code must not stop it."""
+    """Stops the second run: all slots that backward may open are filled.
+
+    Not an ``Exception``, because the user's ``except Exception`` must not catch it.
+    """
 
 
 class _SavedSlot:
-    """Where a tensor will be that autograd has wanted to keep."""
+    """Placeholder for a tensor that autograd saves."""
 
     __slots__ = ("__weakref__", "_content", "_kind", "_version")
 
@@ -68,16 +86,16 @@ class _SavedSlot:
 
 @final
 class Recomputed:
-    """See the module docstring.
+    """A checkpointed call.
 
     Args:
-        name: of the unit, for messages.
-        function: runs it.
-        structure: of its arguments.
-        inputs: its arguments.
-        as_before: opens a context in which everything else that it depends on is as it is now.
-        earlier: the call of the group before this one, whose results are among the arguments.
-        products: which are kept; ``None``: all are done again.
+        name: Name of the unit, for messages.
+        function: Runs the unit.
+        structure: Tree structure of its arguments.
+        inputs: Its arguments.
+        as_before: Opens a context that restores everything else that the call depends on.
+        earlier: Previous call of the checkpoint group, whose results are among the arguments.
+        products: Recorder of kept products; ``None``: everything is recomputed.
     """
 
     def __init__(
@@ -98,10 +116,10 @@ class Recomputed:
         self._inputs = inputs
         self._as_before = as_before
         self._products = products
-        self._places: list[weakref.ref[_SavedSlot]] = []
+        self._slots: list[weakref.ref[_SavedSlot]] = []
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        """The call itself, with the arguments that it was given."""
+        """Run the call with its original arguments."""
         remedy = "Leave it out of `activation_checkpointing`."
         with (
             without_transforms(f"`{self._name}`", "that is computed again in backward", remedy),
@@ -115,13 +133,13 @@ class Recomputed:
         return result
 
     def _note(self, tensor: Tensor) -> _SavedSlot:
-        place = _SavedSlot(tensor)
-        self._places.append(weakref.ref(place))
-        return place
+        slot = _SavedSlot(tensor)
+        self._slots.append(weakref.ref(slot))
+        return slot
 
-    def _open(self, place: _SavedSlot) -> Tensor:
-        if place.is_filled:
-            return place.take()
+    def _open(self, slot: _SavedSlot) -> Tensor:
+        if slot.is_filled:
+            return slot.take()
         group = [self]
         while group[-1].earlier is not None:
             group.append(group[-1].earlier)
@@ -129,21 +147,22 @@ class Recomputed:
         while group:
             call = group.pop()
             results = call._run_again(results, is_last=not group)
-        content = place.take()
+        content = slot.take()
         if torch._C._current_graph_task_id() == -1:
-            self._clear()  # somebody looks at the graph; no backward will use this
+            self._clear()  # the graph is only inspected; no backward will use this
         return content
 
     def _run_again(self, results: Sequence[Any], *, is_last: bool) -> Sequence[Any]:
-        """Fill the places.
+        """Recompute the call and fill its slots.
 
         Args:
-            results: of the call before this one, made again.
-            is_last: nobody needs the results of this one.
+            results: Recomputed results of the previous call of the group.
+            is_last: Whether no later call needs the results of this one.
         """
-        places = [each() for each in self._places]
-        wanted = [number for number, place in enumerate(places) if place is not None and not place.is_filled]
+        slots = [each() for each in self._slots]
+        wanted = [number for number, slot in enumerate(slots) if slot is not None and not slot.is_filled]
         if torch._C._current_graph_task_id() != -1:
+            # When the whole backward is over: a retained graph must not keep the recomputed activations.
             Variable._execution_engine.queue_callback(_when_alive(self))
         last = wanted[-1] if wanted else -1
         number = -1
@@ -151,12 +170,12 @@ class Recomputed:
         def keep(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            place = places[number] if number <= last else None
-            if place is not None and not place.is_filled:
-                place.fill(tensor, self._name)
+            slot = slots[number] if number <= last else None
+            if slot is not None and not slot.is_filled:
+                slot.fill(tensor, self._name)
             if number >= last and is_last:
                 raise _Enough
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            return tensor if tensor.grad_fn is None else tensor.detach()  # must not hold the node that holds it
 
         try:
             args, kwargs = unflatten_call(self._inputs.again(results), self._structure)
@@ -164,7 +183,7 @@ class Recomputed:
             with self._as_before(), torch.enable_grad(), saved_tensors_hooks(keep, _as_it_is), products:
                 made = self._function(*args, **kwargs)
         except BaseException:
-            # Code that is not Python's makes another exception of it.
+            # Code that is not Python turns `_Enough` into another exception.
             if not (is_last and number >= last):
                 raise
             return ()
@@ -173,14 +192,14 @@ class Recomputed:
         return flatten(made)[0]
 
     def _clear(self) -> None:
-        for each in self._places:
-            place = each()
-            if place is not None:
-                place.clear()
+        for each in self._slots:
+            slot = each()
+            if slot is not None:
+                slot.clear()
 
 
 def _when_alive(call: Recomputed) -> Callable[[], None]:
-    """Empties the places of ``call`` if a graph still leads to it."""
+    """Callback that empties the slots of ``call`` if a graph still holds it."""
     reference = weakref.ref(call)
 
     def clear() -> None:

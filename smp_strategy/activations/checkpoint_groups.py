@@ -1,13 +1,13 @@
-"""Calls that follow each other and are computed again together.
+"""Checkpoint groups: consecutive calls that are recomputed together. See [Note: recomputation slots].
 
-A call that is given what the call before it has returned need not keep it: when backward comes, the earlier call is run
-first, and what both would have kept is there at once. So a group of N calls keeps the inputs of its first one only, for
-the price that all N are in memory while backward goes through them.
+A call need not keep an input that the call before it has returned: in backward the earlier call is recomputed first,
+and the tensors that both would have kept are available at once. So a group of N calls keeps only the inputs of its
+first call, and has the activations of all N in memory during their backward.
 
-Calls follow each other if their units stand in the same list of modules and a tensor that the later one is given is, as
-an object and unchanged, one that the earlier one has returned, in the same microbatch. A value that comes from another
-stage, or from code above the units, is another object: a group never crosses stages, and ends where anything is done
-between its units.
+Two calls belong together if their units are in the same list of modules, they belong to the same microbatch, and a
+tensor that the later one gets is, as an object and unchanged, one that the earlier one has returned. A value from
+another stage, or from code above the units, is another object: a group never crosses stages, and ends where anything
+happens between its units.
 """
 
 import weakref
@@ -22,13 +22,13 @@ __all__ = ["CheckpointGroups", "Joined"]
 
 
 class Joined(NamedTuple):
-    """How a call follows another."""
+    """Membership of a call in a checkpoint group."""
 
     earlier: Recomputed | None
     made: dict[int, int]
-    """Positions of arguments that the earlier call has made, with their positions among its results."""
+    """Positions of arguments that the earlier call has returned, with their positions among its results."""
     size: int
-    """Number of calls in the group, this one included."""
+    """Number of calls in the group, including this one."""
 
 
 class _Latest(NamedTuple):
@@ -40,19 +40,19 @@ class _Latest(NamedTuple):
 
 @final
 class CheckpointGroups:
-    """Those of a stage. Nothing here keeps a call or a tensor alive."""
+    """Checkpoint groups of a stage. Holds no call and no tensor alive."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[str, object], _Latest] = {}
 
     def join(self, unit: str, token: object, leaves: Sequence[Any], most: int | None) -> Joined:
-        """Which call a new one follows, if it follows one.
+        """The call that a new call follows, if any.
 
         Args:
-            unit: name of what is called.
-            token: equal for calls of one microbatch.
-            leaves: its arguments.
-            most: calls in a group; ``None``: any number.
+            unit: Name of the called unit.
+            token: Equal for calls of one microbatch.
+            leaves: Flattened arguments.
+            most: Maximum number of calls in a group; ``None``: no limit.
         """
         latest = self._latest.get((_list_of(unit), token))
         earlier = None if latest is None else latest.call()
@@ -66,7 +66,7 @@ class CheckpointGroups:
         return Joined(earlier, made, latest.size + 1) if made else Joined(None, {}, 1)
 
     def note(self, unit: str, token: object, call: Recomputed, results: Sequence[Any], size: int) -> None:
-        """``call`` has returned ``results``."""
+        """Record that ``call`` has returned ``results``."""
         tensors = [(at, leaf) for at, leaf in enumerate(results) if isinstance(leaf, Tensor)]
         references = [(at, weakref.ref(leaf), leaf._version) for at, leaf in tensors]
         self._latest[_list_of(unit), token] = _Latest(weakref.ref(call), references, size)

@@ -1,12 +1,12 @@
-"""The arguments of a call that is run once more in backward.
+"""Saved inputs of a checkpointed call.
 
-Tensors among them are kept by autograd itself, in a node of their own that stands in no graph: so hooks on saved
-tensors see them (they may put them into host memory), a change in place since the call is an error, and they are freed
-with the graph that leads to them. A tensor that an earlier call of the group has returned is not kept, for that call is
-run again, too (:mod:`smp_strategy.activations.checkpoint_groups`).
+Autograd itself saves the input tensors, in a node that belongs to no graph: hooks on saved tensors see them (and may
+offload them), an in-place change is detected, and they are freed with the graph that leads to them. A tensor returned
+by an earlier call of the checkpoint group is not saved, because that call is recomputed too
+(:mod:`smp_strategy.activations.checkpoint_groups`).
 
-Each run gets tensors without history, which need a gradient where those of the call did and which it may change in
-place as the call may have: they are no leaves. What was one tensor among the arguments is one again.
+Each run gets tensors without history. They require gradients where those of the call did, and are not leaves, so the
+run may change them in place as the call may have. Arguments that were one tensor are one tensor again.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["KeptTensors", "CheckpointInputs"]
 
 
 class _Keep(torch.autograd.Function):
-    """Makes a node that keeps tensors."""
+    """Makes a node that saves tensors."""
 
     # Not what `watched_entrances` puts into its place: no placed tensor comes here.
     apply = vars(torch.autograd.Function)["apply"]
@@ -35,7 +35,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Begin(torch.autograd.Function):
-    """Makes a tensor that needs a gradient and is neither a leaf nor a view."""
+    """Makes a tensor that requires a gradient and is neither a leaf nor a view."""
 
     apply = vars(torch.autograd.Function)["apply"]
 
@@ -50,18 +50,18 @@ class _Begin(torch.autograd.Function):
 
 @final
 class KeptTensors:
-    """Tensors in the hands of autograd, without their history."""
+    """Detached tensors saved by autograd."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # What the node has returned, and not the node alone: torch 2.11 frees what a node keeps when nothing that it
-        # has returned is left.
+        # The output of the node, not only the node: torch 2.11 frees the saved tensors of a node once all its outputs
+        # are gone.
         self._made: Tensor | None = None
         if tensors:
             with torch.enable_grad():
                 self._made = _Keep.apply(_anchor(), [tensor.detach() for tensor in tensors])
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """They; raises a RuntimeError if one of them was changed in place."""
+        """The tensors; raises a RuntimeError if one of them was changed in place."""
         if self._made is None:
             return ()
         node: Any = self._made.grad_fn
@@ -70,18 +70,18 @@ class KeptTensors:
 
 @final
 class CheckpointInputs:
-    """The flattened arguments of one call.
+    """Flattened arguments of one call.
 
     Args:
-        leaves: the arguments.
-        changed: positions of those that the call changes in place: copies are kept.
-        made: positions of those that an earlier call has made, with the position among its results.
+        leaves: The arguments.
+        changed: Positions of arguments that the call changes in place: copies are saved.
+        made: Positions of arguments that an earlier call has returned, with their positions among its results.
     """
 
     def __init__(self, leaves: Sequence[Any], changed: Collection[int], made: Mapping[int, int]) -> None:
         self._made = made
         self._needs_gradient = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        # Code may ask whether two arguments are the same object, as attentions do: they are again.
+        # Code such as attention asks whether two arguments are the same object, so identity is restored.
         first: dict[int, int] = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -96,10 +96,10 @@ class CheckpointInputs:
         )
 
     def again(self, results: Sequence[Any]) -> list[Any]:
-        """The arguments of another run.
+        """The arguments for another run.
 
         Args:
-            results: of the earlier call, made again.
+            results: Recomputed results of the earlier call.
         """
         leaves: list[Any] = list(self._leaves)
         for position, tensor in zip(self._positions, self._kept.tensors(), strict=True):
@@ -122,5 +122,5 @@ def _begin(tensor: Tensor) -> Tensor:
 
 
 def _anchor() -> Tensor:
-    """What makes autograd make a node; on the processor, where that starts no kernel."""
+    """Input that makes autograd create a node; on the CPU, where that starts no kernel."""
     return torch.zeros((), requires_grad=True, device="cpu")

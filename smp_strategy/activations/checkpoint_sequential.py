@@ -1,7 +1,7 @@
-"""Checkpointing of layers in a row that the user's step asks for as it goes, by the name that SageMaker gives it.
+"""``checkpoint_sequential``: activation checkpointing of consecutive layers at their call, under SageMaker's name.
 
-It is PyTorch's `checkpoint`, called once per group. In code above the units that reaches the runtime, which has the
-units inside keep their inputs; inside of a unit, and in an ordinary process, it is PyTorch's.
+It calls PyTorch's `checkpoint` once per group. In code above the units the runtime intercepts that call and checkpoints
+the units inside; inside a unit, and in an ordinary process, PyTorch's own runs.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,16 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """``sequential(input)``, layer by layer or in groups, each of which keeps its input only.
+    """``sequential(input)`` with checkpoints around each layer or group of layers.
 
     Args:
-        sequential: the layers.
-        input: of the first one.
+        sequential: The layers.
+        input: Input of the first layer.
         strategy: ``each`` layer by itself, all of a stage together (``contiguous``), or N of them (``group_N``). No
             group spans stages.
-        preserve_rng_state: draw the same random numbers again.
-        pack_args_as_tuple: a layer that returns a tuple gives it to the next one as it is, and not as its arguments.
+        preserve_rng_state: Draw the same random numbers when recomputing.
+        pack_args_as_tuple: Pass a tuple that a layer returns to the next layer as one argument instead of unpacking
+            it.
 
     Raises:
         ConfigError: ``strategy`` is none of these.
@@ -49,12 +50,12 @@ def checkpoint_sequential(
 
 @final
 class LayersInARow:
-    """Layers that are called one after the other, as one function.
+    """Consecutive layers as one function.
 
     Args:
-        layers: in their order.
-        group: how many of them are to be computed again together; ``None``: as many as possible.
-        packs: whether a tuple is one argument.
+        layers: The layers, in order.
+        group: Number of layers that are recomputed together; ``None``: as many as possible.
+        packs: Whether a tuple is passed as one argument.
     """
 
     def __init__(self, layers: Sequence[nn.Module], group: int | None, packs: bool) -> None:

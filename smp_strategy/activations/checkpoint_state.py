@@ -1,48 +1,41 @@
-"""What a unit finds and leaves elsewhere than in its arguments and its result, put back for a second run.
+"""Snapshot of a unit's mutable state, and of autocast, so that recomputation starts from the same state.
 
-A unit may count its calls, keep running statistics, fill a cache or a list. When it is run once more in backward, it
-must find what it has found the first time, or it would compute something else; and what it leaves must not be left
-twice. So the attributes and buffers of the unit's modules, and the contents of objects among its arguments, are noted
-when it is called, and a second run sees what was noted. Afterwards everything is as it was before that run.
+A unit may count its calls, keep running statistics, fill a cache or a list. When it is recomputed in backward, it must
+find the state of the first run, or it would compute something else, and its side effects must not happen twice. So the
+attributes and buffers of the unit's modules, and the contents of objects among its arguments, are captured at the call
+and restored for the second run. Afterwards everything is as it was before that run.
 
-Attributes are noted as they are; of lists, dicts and sets in them, of buffers, and of other tensors that are kept so,
-copies are made. The copies of tensors that the call has not changed are dropped when it is over, unless they are small:
-code can change a tensor through ``.data``, which leaves no trace.
+Attributes are captured by reference; lists, dicts and sets in them, buffers, and other tensors in attributes are
+copied. Copies of tensors that the call has not changed are dropped when it is over, unless they are small: code can
+change a tensor through ``.data``, which leaves no trace.
 
-Parameters are not copied; those that the unit has had are put in their places, if others have been lent to it for the
-call (``functional_call``). A unit that changes its own cannot be run again, and one whose parameters have changed since
-would compute with the wrong ones: both are errors.
+Parameters are not copied. If others were lent to the unit for the call (``functional_call``), these are put in place
+again. A unit that changes its own parameters cannot be recomputed, and one whose parameters have changed since would
+compute with the wrong ones: both are errors.
 
-What surrounds a call and is no part of the module or its arguments: autocast, and the state of random streams.
-
-A second run of the call must find both as the first has. Where a call's random numbers begin at a seed of its own, the
-caller brings them back (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`); a part of a unit is called in the
-midst of the unit's stream, whose state is noted here.
+Random generators are restored by the caller (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`): by the seed of
+the call, or by their state in the middle of a unit (:func:`~smp_strategy.distributed.rng_state.replay_from_now`).
 """
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.context_containers import additions
-from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
-from smp_strategy.model.trace.undo_attributes import attributes_restored, containers_in, refill
+from smp_strategy.model.trace.side_effects import contents_of_objects
+from smp_strategy.model.trace.snapshot import Snapshot, containers_in, contents_of, replaced
 
-__all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now", "random_of_now"]
+__all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now"]
 
 Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
 """Modules and containers outside of a unit that hooks in it may change."""
 
 SMALL_BYTES = 1 << 16
-"""Tensors up to this size are kept as they were, without asking whether they have changed."""
+"""Tensors up to this size stay copied whether or not they have changed."""
 
 # Attributes of every module that calls do not change, `training` aside.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -50,51 +43,49 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 @final
 class ModuleSnapshot:
-    """What a call of a unit finds; made as it begins.
+    """Snapshot of a unit's mutable state (attributes, buffers, containers), taken before the call.
 
     Args:
-        name: of the unit.
-        module: the unit.
-        leaves: its flattened arguments.
-        bystanders: see :data:`Bystanders`.
+        name: Name of the unit.
+        module: The unit.
+        leaves: Its flattened arguments.
+        bystanders: Modules and containers that its hooks may change, see :data:`Bystanders`.
     """
 
     def __init__(self, name: str, module: nn.Module, leaves: Sequence[Any], bystanders: Bystanders) -> None:
         self._name = name
         self._module = module
         self._bystanders = bystanders
-        self._objects = contents_of_objects(leaves)
         self._tensors: dict[int, _Copied] = {}
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._state = Snapshot()
         self._weights: list[tuple[Tensor, int, bool]] = []
+        for container, contents in contents_of_objects(leaves):
+            self._state.add(container, contents)
         for part in module.modules():
-            held = vars(part)
-            own = _own(held)
-            self._attributes.append((held, {key: self._noted(value) for key, value in own.items()}))
-            for container in containers_in(own.values()):
-                self._containers[id(container)] = (container, _replaced(container, self._noted))
-            for kind in ("_buffers", "_parameters"):
-                if held[kind]:
-                    self._note_tensors(held[kind], are_copied=kind == "_buffers")
+            self._add_part(vars(part))
 
-    def _note_tensors(self, held: Any, *, are_copied: bool) -> None:
-        if not isinstance(held, dict):  # of TorchScript, whose tensors nobody can put into the place of others
-            self._weights += [(each, each._version, each.requires_grad) for each in held.values()]
-        elif are_copied:
-            self._buffers.append((held, {key: self._noted(each) for key, each in held.items()}))
-        else:
-            self._parameters.append((held, dict(held)))
-            present = [each for each in held.values() if each is not None]
-            self._weights += [(each, each._version, each.requires_grad) for each in present]
+    def _add_part(self, held: dict[str, Any]) -> None:
+        """Capture attributes, buffers and parameters of a module of the unit."""
+        own = {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
+        self._state.add(held, replaced(own, self._noted), ignored=_OF_EVERY_MODULE)
+        for container in containers_in(own.values()):
+            self._state.add(container, replaced(contents_of(container), self._noted))
+        for kind in ("_buffers", "_parameters"):
+            tensors = held[kind]
+            if not isinstance(tensors, dict):  # of TorchScript, whose tensors nobody can put into the place of others
+                self._weights += [(each, each._version, each.requires_grad) for each in tensors.values()]
+            elif kind == "_parameters":
+                self._state.add(tensors)
+                present = [each for each in tensors.values() if each is not None]
+                self._weights += [(each, each._version, each.requires_grad) for each in present]
+            else:
+                self._state.add(tensors, replaced(tensors, self._noted))
 
     def _noted(self, value: Any) -> Any:
-        """What stands for something in an attribute."""
+        """Recorded form of an attribute value."""
         if not isinstance(value, Tensor):
             return value
-        if value.grad_fn is not None:  # a graph that an earlier call has left must not live as long as this one
+        if value.grad_fn is not None:  # the snapshot must not keep the graph of an earlier call alive
             return value.detach().requires_grad_()
         can_change = type(value) is Tensor and not value.requires_grad and not value.is_inference()
         return self._copied(value) if can_change else value
@@ -105,10 +96,10 @@ class ModuleSnapshot:
         return self._tensors[id(tensor)]
 
     def settle(self) -> None:
-        """The call is over: let go of what it has not changed.
+        """End of the call: drop copies of tensors that it has not changed.
 
         Raises:
-            UnsupportedError: it has changed a parameter.
+            UnsupportedError: The call has changed a parameter.
         """
         changed = self._changed()
         if changed is not None:
@@ -121,10 +112,10 @@ class ModuleSnapshot:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In here everything is as it was found; afterwards it is as it was before.
+        """Context with the recorded state; on exit the state before it is restored.
 
         Raises:
-            RuntimeError: parameters have changed since.
+            RuntimeError: Parameters have changed since the snapshot.
         """
         changed = self._changed()
         if changed is not None:
@@ -138,40 +129,22 @@ class ModuleSnapshot:
         def found(value: Any) -> Any:
             return made[value] if isinstance(value, _Copied) else value
 
-        containers = list(self._containers.values())
         with ExitStack() as stack:
             stack.enter_context(self._bystanders_restored())
-            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in self._objects])
-            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in containers])
-            stack.callback(_put, [(held, _own(held)) for held, _ in self._attributes])
-            for held, copies in self._buffers:
-                stack.callback(refill, held, dict(held))
-                held.update({key: found(each) for key, each in copies.items()})
-            for held, parameters in self._parameters:
-                stack.callback(refill, held, dict(held))
-                refill(held, parameters)
+            stack.enter_context(self._state.of_now())
             for tensor, _, is_trained in self._weights:
                 if tensor.requires_grad != is_trained and tensor.is_leaf:  # frozen or unfrozen since
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(is_trained)
-            _put([(held, {key: found(each) for key, each in own.items()}) for held, own in self._attributes])
-            _refill_all([(container, _replaced(noted, found)) for container, noted in containers])
-            put_back(self._objects)
+            self._state.restore(found)
             stack.enter_context(additions())
             yield
 
-    @contextmanager
-    def _bystanders_restored(self) -> Iterator[None]:
+    def _bystanders_restored(self) -> Snapshot:
         if not any(part._forward_hooks or part._forward_pre_hooks for part in self._module.modules()):
-            yield
-            return
+            return Snapshot()
         modules, containers = self._bystanders(self._module)
-        before = [(container, _contents(container)) for container in containers]
-        with attributes_restored(modules):
-            try:
-                yield
-            finally:
-                _refill_all(before)
+        return Snapshot(modules=modules, containers=containers)
 
     def _changed(self) -> Tensor | None:
         return next((tensor for tensor, version, _ in self._weights if tensor._version != version), None)
@@ -179,7 +152,7 @@ class ModuleSnapshot:
 
 @final
 class _Copied:
-    """A tensor as it was, which may be changed in place."""
+    """Value of a tensor that may be changed in place."""
 
     __slots__ = ("_copy", "_tensor", "_version")
 
@@ -194,7 +167,7 @@ class _Copied:
             self._copy = None
 
     def value(self, name: str) -> Tensor:
-        """It, for another call of the unit ``name``."""
+        """The recorded value, for another call of the unit ``name``."""
         if self._copy is not None:
             # A copy of the copy: the second run changes it, too, and may not be the last.
             return self._copy.clone()
@@ -208,40 +181,12 @@ class _Copied:
         return self._tensor
 
 
-def _own(held: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that not every module has."""
-    return {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
-
-
-def _replaced(container: Any, by: Callable[[Any], Any]) -> Any:
-    """A copy of a list, dict or set, with other things in it."""
-    if isinstance(container, Mapping):
-        return {key: by(value) for key, value in container.items()}
-    return [by(item) for item in container]
-
-
-def _contents(container: Any) -> Any:
-    return dict(container) if isinstance(container, Mapping) else copy.copy(container)
-
-
-def _put(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for held, own in attributes:
-        for key in _own(held).keys() - own.keys():
-            del held[key]
-        held.update(own)
-
-
-def _refill_all(contents: Sequence[tuple[Any, Any]]) -> None:
-    for container, before in contents:
-        refill(container, before)
-
-
 Again = Callable[[], AbstractContextManager[Any]]
-"""Opens a context in which something is once more as it was."""
+"""Opens a context that restores a recorded state."""
 
 
 def autocast_of_now(device: torch.device) -> Again:
-    """Autocast as it is set now, for the processor and for ``device``."""
+    """Current autocast settings of the CPU and of ``device``."""
     keeps_casts = torch.is_autocast_cache_enabled()
     settings = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -256,39 +201,3 @@ def autocast_of_now(device: torch.device) -> Again:
         return stack
 
     return again
-
-
-def random_of_now(device: torch.device, *, only_torch: bool = False) -> Again:
-    """The random streams as they are now; afterwards they go on as if nothing had been drawn.
-
-    Args:
-        device: whose stream belongs to them, beside those of PyTorch, Python and numpy.
-        only_torch: leave out the last two, which take much longer.
-    """
-    return partial(_drawn_from, device, _states(device, only_torch), only_torch)
-
-
-@contextmanager
-def _drawn_from(device: torch.device, states: tuple[Any, ...], only_torch: bool) -> Iterator[None]:
-    now = _states(device, only_torch)
-    _set_states(device, states)
-    try:
-        yield
-    finally:
-        _set_states(device, now)
-
-
-def _states(device: torch.device, only_torch: bool) -> tuple[Any, ...]:
-    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    others = (None, None) if only_torch else (random.getstate(), np.random.get_state())
-    return torch.default_generator.get_state(), of_device, *others
-
-
-def _set_states(device: torch.device, states: tuple[Any, ...]) -> None:
-    of_torch, of_device, of_python, of_numpy = states
-    torch.default_generator.set_state(of_torch)
-    if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)
-    if of_python is not None:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)

@@ -1,19 +1,19 @@
-"""Puts what units keep for backward into host memory until backward comes near.
+"""Activation offload: saved tensors move to host memory and return before their backward.
 
-Around a call of a unit autograd's hooks for saved tensors are set. When the call returns, the copies of what it has
-saved begin, beside the computation of the next call. A few calls later the device's memory is free: the computation
-waits for a copy if it must, the host does not.
+Hooks for saved tensors surround each call of a unit. When the call returns, copies of its saved tensors begin, beside
+the computation of the next call. A few calls later the device memory is free: computation waits for a copy if it must,
+the host does not.
 
-**When things come back** is known from the plan: a stage does its actions one after the other, so before each of them
-copies begin for those that are at most *horizon* actions away. What is needed within the horizon anyway does not go out
-at all: on the last stage of a pipeline, forward and backward of a microbatch follow each other. Where there is one
-stage, or no plan, calls of units are counted and not actions: backward passes those of a microbatch in reverse order,
-so when it arrives at one, those before it are expected. The last ones do not go out where backward follows at once; how
-many calls a microbatch has is known from the one before.
+**Prefetch** follows the plan: a stage runs its actions in order, so before each action copies begin for those at most
+*horizon* actions away. Tensors that are needed within the horizon anyway are not offloaded: on the last stage of a
+pipeline, forward and backward of a microbatch follow each other. With one stage, or without a plan, calls of units are
+counted instead of actions: backward passes the calls of a microbatch in reverse order, so when it arrives at one, those
+before it are expected. The last calls are not offloaded where backward follows at once; the number of calls is known
+from the previous microbatch.
 
-**What goes out first**: of the calls that wait for their copies the one that is needed last.
+**Order of copies to the host**: of the waiting calls, the one whose backward comes last.
 
-What is read before it was expected is loaded then and there; that is slow (``num_late`` counts it), and right.
+A tensor that is read before it was expected is loaded on demand: slow (``num_late`` counts it), but correct.
 """
 
 import functools
@@ -31,16 +31,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
 from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.activations.offload_tensors import OffloadedTensor, OffloadedTensors, Saved, storages_of
-from smp_strategy.activations.pinned_pool import PinnedPool
+from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
+from smp_strategy.distributed.pinned_pool import PinnedPool
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Offload", "ReadBack"]
 
-# Calls whose copies are under way at once, and calls that wait for that. The tensors of all of them are on the device.
+# Calls whose copies are under way at once, and calls that wait for their turn. Both still occupy device memory.
 MOST_LEAVING = 2
 MOST_WAITING = 1
 
@@ -53,32 +53,32 @@ Place = tuple[int, int]
 @final
 @dataclass(eq=False)
 class _OffloadedCall:
-    """A call of a unit, and what it has saved."""
+    """A call of a unit, and its offloaded tensors."""
 
     place: Place
     number: int
-    """Among the calls of its microbatch."""
+    """Index among the calls of its microbatch."""
     is_near: bool
-    """Whether backward needs it so soon that nothing goes out."""
+    """Whether backward comes so soon that nothing is offloaded."""
     module: nn.Module | None
     """The unit."""
     parcels: list[weakref.ref[OffloadedTensor]] = field(default_factory=list)
 
     @cached_property
     def weights(self) -> set[int]:
-        """Storages of what the unit computes with just now: perhaps copies of its weights, in another dtype."""
+        """Storages that the unit computes with in this call: perhaps copies of its weights in another dtype."""
         module = self.module
         return set() if module is None else storages_of(itertools.chain(module.parameters(), module.buffers()))
 
     def living(self) -> list[OffloadedTensor]:
-        """What is still needed, each once."""
+        """Offloaded tensors that are still needed, each once."""
         found = (reference() for reference in self.parcels)
         return list(dict.fromkeys(parcel for parcel in found if parcel is not None))
 
 
 class _Waiting(NamedTuple):
     needed: tuple[int, int]
-    """When backward needs it: the higher the later."""
+    """Position of its backward: higher is later."""
     call: _OffloadedCall
     computed: StreamEvent
 
@@ -90,10 +90,10 @@ class _Leaving(NamedTuple):
 
 @final
 class ReadBack:
-    """What autograd calls to read a tensor.
+    """Unpack hook of autograd.
 
     Attributes:
-        can_repeat: whether it may do so several times.
+        can_repeat: Whether a tensor may be unpacked several times.
     """
 
     def __init__(self, read: Callable[[Saved], Tensor], outer: Callable[[Any], Tensor] | None) -> None:
@@ -102,7 +102,7 @@ class ReadBack:
         self._outer = outer
 
     def __call__(self, saved: Any) -> Tensor:
-        """The tensor that was saved."""
+        """The saved tensor."""
         if isinstance(saved, Saved):
             return self._read(saved)
         assert self._outer is not None
@@ -111,21 +111,21 @@ class ReadBack:
 
 @final
 class Offload:
-    """See the module docstring. One object lasts for all steps of a stage.
+    """Offload of one stage; lasts for all steps.
 
     Args:
-        copies: between the device and the host.
-        horizon: how many actions, or calls of units, ahead of its use something is loaded.
-        min_bytes: storages that are smaller stay.
-        weights: what is on the device anyway.
+        copies: Copies between the device and the host.
+        horizon: Number of actions, or calls of units, by which a load precedes its use.
+        min_bytes: Storages smaller than this stay on the device.
+        weights: Tensors that are on the device anyway.
 
     Attributes:
-        traffic: of the latest step.
+        traffic: Statistics of the latest step.
     """
 
     def __init__(
         self,
-        copies: CopyStream,
+        copies: HostCopies,
         *,
         horizon: int = 1,
         min_bytes: int = 1,
@@ -135,14 +135,14 @@ class Offload:
         self._copies = copies
         self._horizon = horizon
         self._weights = weights
-        self._memory = PinnedPool(copies.host_memory)
+        self._memory = PinnedPool(copies.memory)
         self._parcels = OffloadedTensors(copies, min_bytes)
         self._is_in_step = self._backward_follows = False
         self._uses: Mapping[Place, int] | None = None
         self._position = -1
-        # Where the microbatch is that runs just now, if one does.
+        # Position of the running microbatch, if one runs.
         self._place: Place | None = None
-        # With a plan: the places that backward passes beyond the horizon, the next one first.
+        # With a plan: places whose backward lies beyond the horizon, the next one first.
         self._ahead: deque[Place] = deque()
         self._calls: dict[int, list[_OffloadedCall]] = {}
         # Of the last microbatch whose backward has begun.
@@ -151,19 +151,19 @@ class Offload:
         self._waiting: list[_Waiting] = []
         self._leaving: deque[_Leaving] = deque()
 
-    # What the runtime tells
+    # Notifications from the runtime
 
     @contextmanager
     def step(
         self, uses: Mapping[Place, int] | None, *, backward_follows: bool = False, batch: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """A step with backward runs in here.
+        """Context of one step with backward.
 
         Args:
-            uses: at which position of the plan backward passes which segment of which microbatch; ``None``: calls are
+            uses: Position in the plan of each microbatch's backward through each segment; ``None``: calls are
                 counted.
-            backward_follows: then, whether a microbatch's backward follows its forward at once.
-            batch: tensors that are on the device during the whole step.
+            backward_follows: In that case, whether a microbatch's backward follows its forward at once.
+            batch: Tensors that are on the device during the whole step.
         """
         self.traffic = OffloadStats()
         self._memory.most_leased = self._memory.leased
@@ -179,33 +179,34 @@ class Offload:
             self._end()
 
     def reach(self, position: int) -> None:
-        """The action at this position of the plan is about to begin."""
+        """The action at ``position`` of the plan is about to begin."""
         self._position = position
         while self._uses is not None and self._ahead and self._uses[self._ahead[0]] <= position + self._horizon:
             place = self._ahead.popleft()
+            # Backward passes the calls in reverse order, so loads begin in that order, too.
             for call in reversed(self._calls.get(place[0], ())):
                 if call.place == place:
                     self._expect(call)
         self._go_on()
 
     def enter(self, place: Place | None) -> None:
-        """A microbatch goes on with a segment, or pauses."""
+        """A microbatch resumes with the segment ``place``, or pauses (``None``)."""
         self._place = place
 
     def begin_backward(self, microbatch: int) -> None:
-        """Backward of a microbatch is about to begin, or to go on."""
+        """Backward of a microbatch is about to begin or to resume."""
         if self._is_in_step and self._uses is None:
             self._num_calls = len(self._calls.get(microbatch, ()))
             self._expect_before(microbatch, self._num_calls)
 
     def leave_plan(self) -> None:
-        """A microbatch takes another path: from now on calls are counted."""
+        """A microbatch has left the plan: calls are counted from now on."""
         self._uses, self._backward_follows = None, False
 
     # Calls
 
     def around(self, function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-        """What to call instead of ``function``, which runs a unit, ``module``."""
+        """Wrapper of ``function``, which runs the unit ``module``."""
         return functools.partial(self._run, function, module)
 
     def _run(self, function: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +228,7 @@ class Offload:
         return result
 
     def _is_near(self, place: Place, number: int) -> bool:
-        """Whether backward needs a call so soon that what it saves stays."""
+        """Whether backward comes so soon that the call's saved tensors stay."""
         if self._uses is not None:
             return place in self._uses and self._uses[place] <= self._position + self._horizon
         if self._num_calls is None or not self._backward_follows:
@@ -239,7 +240,7 @@ class Offload:
         return use, -call.number
 
     def _keep(self, call: _OffloadedCall, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        """Autograd saves ``tensor``. What does not travel goes where it would go without these hooks."""
+        """Pack hook of autograd. Tensors that stay on the device go to the outer hooks."""
         travels = not call.is_near and self._parcels.travels(tensor) and storage_of(tensor) not in call.weights
         if not travels and outer is not None:
             return outer(tensor)
@@ -276,10 +277,11 @@ class Offload:
         return nbytes
 
     def _go_on(self) -> None:
-        """Let memory be free again where copies are done, and begin others."""
+        """Free device memory of finished copies, and begin others."""
         self._let_go_of_what_is_done()
         while self._waiting and (len(self._leaving) < MOST_LEAVING or len(self._waiting) > MOST_WAITING):
             if len(self._leaving) >= MOST_LEAVING:
+                # The link is slower than the computation. Memory stays bounded because the device waits here.
                 self._let_go()
                 self.traffic = replace(self.traffic, num_held_up=self.traffic.num_held_up + 1)
             last = max(self._waiting, key=operator.attrgetter("needed"))
@@ -305,7 +307,7 @@ class Offload:
             self._leaving.append(_Leaving(parcels, done))
 
     def _let_go(self) -> None:
-        """Of what has left first; on the device, what is computed from now on may get its memory."""
+        """Release the oldest copy; what is computed from now on may get its device memory."""
         parcels, done = self._leaving.popleft()
         self._copies.wait(done)
         for parcel in parcels:

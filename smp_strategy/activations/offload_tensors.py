@@ -1,12 +1,12 @@
-"""What a unit has saved for backward, on its way to the host and back.
+"""Offloaded tensors: parts of storages that move to the host after forward and return before backward.
 
-Autograd saves tensors; what takes memory are the storages that they are views of. Several tensors may be views of one
-storage, saved by one node or by many, in one unit or in many. So what travels is a *parcel*: the part of a storage that
-saved tensors cover, in the state in which they were saved. It goes out once, comes back once, and the tensors are made
-anew as views of it. A storage that was changed in place in between is another parcel.
+Autograd saves tensors, but storages occupy the memory, and several tensors may be views of one storage, saved by one or
+many nodes of one or many units. So the unit of transfer is an :class:`OffloadedTensor` (a *parcel* in names): the range
+of a storage that saved tensors cover, at the version at which they were saved. It is copied out once and back once, and
+the saved tensors are rebuilt as views of it. A storage that was changed in place in between is another parcel.
 
-A parcel lives as long as one of its tensors is saved. With it go its memory on the host and on the device, also while
-copies are under way: the streams wait for each other, and nobody else.
+A parcel lives as long as one of its saved tensors. With it goes its memory on the host and on the device, even while
+copies are under way: the streams wait for each other, and the host does not.
 """
 
 import weakref
@@ -17,36 +17,43 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
-from smp_strategy.activations.pinned_pool import PinnedBuffer, PinnedPool
+from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
+from smp_strategy.distributed.pinned_pool import PinnedBuffer, PinnedPool
 from smp_strategy.errors import changed_in_place
 from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["OffloadedTensor", "OffloadedTensors", "Saved", "storages_of"]
 
-# Parcels begin at addresses of which allocators make all memory begin: which kernels run, and so the last bits of
-# numbers, may depend on that.
+# [Note: memory of offloaded tensors]
+#
+# Streams order all accesses, so the host never waits. The device memory of a tensor that leaves is held by `_leaving`
+# until the computing stream waits for the copy (`Offload._let_go`); only then may the allocator reuse it. A lease of
+# host memory carries the event of its last use (`busy_until`), on which the next copy into it depends. Memory loaded
+# to belongs to the computing stream; before it is read or freed, that stream waits for the copy (`_await`).
+
+# Ranges begin at the alignment of the allocators: the choice of kernels, and so the last bits of numbers, may depend on
+# it.
 ALIGNMENT = 512
 
 
 class _View(NamedTuple):
-    """How a tensor lies in its storage."""
+    """Layout of a tensor in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     begin: int
-    """In bytes, as the following."""
+    """Offset in bytes, as is the end."""
     end: int
 
 
 @final
 class Saved:
-    """A tensor that autograd has saved.
+    """A tensor saved by autograd.
 
     Attributes:
-        by: the call of a unit that has made autograd save it.
-        parcel: which it travels in, if it does.
+        by: Call of the unit during which autograd saved it.
+        parcel: Offloaded tensor that contains it, if any.
     """
 
     __slots__ = ("__weakref__", "_original", "_tensor", "_version", "by", "parcel", "view")
@@ -62,32 +69,38 @@ class Saved:
 
     @property
     def tensor(self) -> Tensor | None:
-        """It, while it is on the device for this."""
+        """The tensor, while this object keeps it on the device."""
         return self._tensor
 
     def pack(self, parcel: "OffloadedTensor", view: _View) -> None:
-        """It travels in ``parcel``."""
+        """Assign it to ``parcel``."""
         self.parcel, self.view = parcel, view
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether it is what it was, as far as is known."""
+        """Whether it has not been changed in place, as far as is known."""
         return self._tensor is None or self._tensor._version == self._version
 
     def let_go(self) -> None:
-        """It is on the host. One that has been changed meanwhile stays, and is an error when it is read."""
+        """Release the device memory, since the copy is on the host.
+
+        A tensor changed meanwhile stays, and reading it is an error.
+        """
         if self.is_unchanged:
             self._tensor = None
 
     def hold_original(self) -> bool:
-        """Take it back, if somebody else has kept it on the device all the time."""
+        """Reuse the original if other code has kept it on the device; whether this has succeeded."""
         original = self._original()
         if self._tensor is None and original is not None and original._version == self._version:
             self._tensor = original.detach()
         return self._tensor is not None
 
     def read(self) -> Tensor:
-        """It; autograd's check that it is unchanged is made for tensors that it saves itself only."""
+        """The tensor.
+
+        Checks the version itself: autograd does so only for tensors that it saves without hooks.
+        """
         if self._tensor is None:
             assert self.parcel is not None
             return self.parcel.read(self)
@@ -98,20 +111,26 @@ class Saved:
 
 @final
 class OffloadedTensor:
-    """See the module docstring."""
+    """A range of a storage, on the device, on the host, or on its way.
 
-    def __init__(self, first: Saved, view: _View, copies: CopyStream) -> None:
+    Args:
+        first: First saved tensor in it.
+        view: Layout of that tensor.
+        copies: Copies between the device and the host.
+    """
+
+    def __init__(self, first: Saved, view: _View, copies: HostCopies) -> None:
         assert first.tensor is not None
-        # As long as this weak reference is there, no other storage gets the same key.
+        # While this weak reference exists, no other storage gets the same key.
         self._storage = StorageWeakRef(first.tensor.untyped_storage())
         self._copies = copies
         self._views: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._begin, self._end = _aligned(view.begin), view.end
         self._lease: PinnedBuffer | None = None
-        # What is being copied to the host.
+        # Source of a copy to the host that is under way.
         self._leaving: Tensor | None = None
         self._is_gone = self._stays = False
-        # What has come back, when it may be read, and whom it is for.
+        # The loaded bytes, the event after which they may be read, and the saved tensors they are for.
         self._back: Tensor | None = None
         self._arrival: StreamEvent | None = None
         self._expected: weakref.WeakSet[Saved] = weakref.WeakSet()
@@ -119,7 +138,7 @@ class OffloadedTensor:
 
     @property
     def nbytes(self) -> int:
-        """What travels."""
+        """Size of the range."""
         return self._end - self._begin
 
     @property
@@ -128,11 +147,11 @@ class OffloadedTensor:
         return self._lease is not None
 
     def covers(self, view: _View) -> bool:
-        """Whether ``view`` can be added: all of it travels, or nothing has left yet."""
+        """Whether ``view`` can be added: the range contains it, or no copy has begun."""
         return not self.was_sent or (self._begin <= view.begin and view.end <= self._end)
 
     def add(self, saved: Saved, view: _View) -> None:
-        """Another tensor that travels."""
+        """Add another saved tensor."""
         assert self.covers(view)
         self._begin, self._end = min(self._begin, _aligned(view.begin)), max(self._end, view.end)
         saved.pack(self, view)
@@ -141,22 +160,23 @@ class OffloadedTensor:
             saved.let_go()
 
     def send(self, memory: PinnedPool, after: StreamEvent) -> StreamEvent | None:
-        """Begin to copy it to the host, unless nobody needs it any more.
+        """Begin the copy to the host, unless no saved tensor is left.
 
         Returns:
-            When that is done: then :meth:`let_go`.
+            Event after the copy; then call :meth:`let_go`.
         """
         source = next((saved.tensor for saved in self._views), None)
         if source is None:
             return None
         self._lease = lease = memory.lease(self.nbytes)
         earlier = [after] if lease.busy_until is None else [after, lease.busy_until]
+        # See [Note: memory of offloaded tensors].
         self._leaving = _bytes_of(source.untyped_storage(), self._begin, self._end)
         lease.busy_until = self._copies.store(self._leaving, lease.memory[: self.nbytes], after=earlier)
         return lease.busy_until
 
     def let_go(self) -> None:
-        """It is on the host, so that nothing of it has to be kept on the device, unless it is expected there."""
+        """Release the device memory after the copy to the host, unless the tensor is expected on the device."""
         self._leaving = None
         if self._stays:
             return
@@ -165,7 +185,7 @@ class OffloadedTensor:
             saved.let_go()
 
     def expect(self) -> int:
-        """See to it that it is on the device soon. Returns how many bytes are copied for that."""
+        """Make sure that it will be on the device soon. Returns the number of bytes copied for that."""
         if not self._is_gone:
             self._stays = True
             return 0
@@ -183,14 +203,14 @@ class OffloadedTensor:
         return self.nbytes
 
     def read(self, saved: Saved) -> Tensor:
-        """The tensor that ``saved`` stands for, as a view of what has come back."""
+        """The tensor of ``saved``, as a view of the loaded bytes."""
         assert self._back is not None, "what is read must have been expected"
         assert saved.view is not None
         self._await()
         dtype, size, stride, begin, _ = saved.view
         tensor = torch.empty(0, dtype=dtype, device=self._back.device)
         tensor.set_(self._back.untyped_storage(), (begin - self._begin) // dtype.itemsize, size, stride)
-        # The last one takes it away: a graph that is kept for another backward gets it from the host again.
+        # Freed with the last expected read: a graph retained for another backward loads it from the host again.
         self._expected.discard(saved)
         if not self._expected:
             self._back = None
@@ -202,31 +222,31 @@ class OffloadedTensor:
             self._arrival = None
 
     def __del__(self) -> None:
-        # What comes after may get the memory into which a copy is under way.
+        # The allocator may hand out memory into which a copy is still under way; so computation waits for the copy.
         self._await()
 
 
 @final
 class OffloadedTensors:
-    """Those that are alive.
+    """Registry of the offloaded tensors that are alive.
 
     Args:
-        copies: carry them.
-        min_bytes: smaller storages stay where they are.
+        copies: Copies between the device and the host.
+        min_bytes: Storages smaller than this stay on the device.
     """
 
-    def __init__(self, copies: CopyStream, min_bytes: int) -> None:
+    def __init__(self, copies: HostCopies, min_bytes: int) -> None:
         self._copies = copies
         self._min_bytes = min_bytes
         self._parcels: weakref.WeakValueDictionary[tuple[int, int], OffloadedTensor] = weakref.WeakValueDictionary()
         self._staying: set[int] = set()
 
     def keep_here(self, tensors: Iterable[Tensor]) -> None:
-        """From now on these, which are on the device anyway, and all that shares their memory, do not travel."""
+        """Set the tensors that stay on the device anyway; nothing that shares their storages is offloaded."""
         self._staying = storages_of(tensors)
 
     def travels(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` can be made anew from bytes, and is worth it."""
+        """Whether ``tensor`` can be rebuilt from bytes and is worth offloading."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.device.type != self._copies.device.type:
@@ -235,7 +255,7 @@ class OffloadedTensors:
         return is_large and storage_of(tensor) not in self._staying
 
     def pack(self, saved: Saved) -> "OffloadedTensor":
-        """Put a tensor into its parcel, which may be another one's already."""
+        """Assign a saved tensor to a new or existing offloaded tensor."""
         tensor = saved.tensor
         assert tensor is not None
         view = _view_of(tensor)
@@ -249,7 +269,7 @@ class OffloadedTensors:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Storages of those that have one."""
+    """Storages of the plain strided tensors among ``tensors``."""
     return {storage_of(tensor) for tensor in tensors if type(tensor) in _PLAIN and tensor.layout is torch.strided}
 
 

@@ -1,9 +1,8 @@
-"""What becomes of the tensors that a unit would keep for its backward.
+"""Activation policy of a unit: keep, recompute (activation checkpointing), offload to the host, or a mixture.
 
-They are most of what a stage holds during a step. Each unit may instead keep its inputs and compute the rest again, put
-what it keeps into host memory, or both. This is the plain value that says so: chosen by the user's options
-(:mod:`smp_strategy.activations.selection`), weighed by whoever predicts memory and times, and carried out by
-:mod:`smp_strategy.activations.unit_wrapper`. All choices give the same numbers.
+Activations are most of what a stage holds during a step. A policy is a plain value: chosen from the user's options
+(:mod:`smp_strategy.activations.selection`), priced by the predictions of memory and time, and carried out by
+:mod:`smp_strategy.activations.unit_wrapper`. All policies give the same numbers.
 """
 
 from collections.abc import Mapping
@@ -18,26 +17,26 @@ Recompute = Literal["no", "all", "cheap"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """What becomes of what one unit keeps for backward."""
+    """Treatment of the activations of one unit."""
 
     recompute: Recompute = "no"
-    """``all``: the unit keeps its inputs and runs once more in backward. ``cheap``: it also keeps the results of
-    matrix products, convolutions and attention, and computes the rest again."""
+    """``all``: the unit keeps its inputs and runs again in backward. ``cheap`` (selective checkpointing): it also keeps
+    the results of matrix products, convolutions and attention, and recomputes the rest."""
     offload: bool = False
-    """Put what is kept into host memory until backward comes near."""
+    """Move kept tensors to host memory until shortly before their backward."""
     group: int | None = 1
-    """How many consecutive calls of such units of one list are computed again together: the later ones keep no input
-    that an earlier one has made. ``None``: as many as follow each other on a stage."""
+    """Number of consecutive calls, of units in one list of modules, that are recomputed together: later ones keep no
+    input that an earlier one has produced. ``None``: all that follow each other on a stage."""
     preserve_rng_state: bool = True
-    """Draw the same random numbers when computing again."""
+    """Draw the same random numbers when recomputing."""
 
     @property
     def is_default(self) -> bool:
-        """Whether autograd keeps what it wants to."""
+        """Whether autograd keeps whatever it saves."""
         return self.recompute == "no" and not self.offload
 
 
 KEEP = ActivationPolicy()
 
 Treatments = Mapping[str, ActivationPolicy]
-"""By name of the unit; units that are not named keep everything."""
+"""Policies by unit name; units that are not named keep everything."""

@@ -1,9 +1,9 @@
-"""Which units are computed again, after the options and after what the user has asked for by hand.
+"""Selection of the units to checkpoint, from the options and from requests made by hand.
 
-A pattern of the option `activation_checkpointing` is the name of a module, with wildcards, or of a class. A module that
-holds units stands for all of them, and one inside of a unit for itself. Of modules that hold each other the outermost
-counts: computing a part again while the whole is computed again would cost time and save nothing. What is asked for a
-module by hand comes before the options.
+A pattern of the option `activation_checkpointing` is a module name, with wildcards, or a class name. A module that
+contains units stands for all of them; one inside a unit stands for itself. Of nested modules only the outermost counts:
+recomputing a part again while the whole is recomputed would cost time and save nothing. Requests made by hand override
+the options.
 """
 
 import difflib
@@ -25,18 +25,18 @@ __all__ = ["CheckpointSelection", "choose"]
 
 @final
 class CheckpointSelection(NamedTuple):
-    """What is computed again."""
+    """Modules that are recomputed, with their policies."""
 
     units: Treatments
     inside: Treatments
-    """Modules inside of units, by their qualified names."""
+    """Modules inside units, by qualified name."""
 
 
 def choose(options: ActivationOptions, root: nn.Module, units: Sequence[Unit]) -> CheckpointSelection:
-    """What ``options``, and notes on the modules of ``root``, say of its ``units``.
+    """Policies for ``units``, from ``options`` and the requests on modules of ``root``.
 
     Raises:
-        ConfigError: a pattern fits no module, or an option has no effect because nothing is computed again.
+        ConfigError: A pattern fits no module, or an option has no effect because nothing is recomputed.
     """
     ordinary = ActivationPolicy(
         recompute="cheap" if options.selective_checkpointing else "all",
@@ -71,18 +71,20 @@ def _with(
     treatment: ActivationPolicy,
     parts: nn.Sequential | None = None,
 ) -> CheckpointSelection:
-    """``chosen``, and ``treatment`` for the module ``name``: of units in it, or of itself inside of one."""
+    """``chosen`` with ``treatment`` for the module ``name``: for the units in it, or for itself inside a unit."""
     held = {unit.name: treatment for unit in units if _is_in(unit.name, name)}
     if held:
         return chosen._replace(units={**chosen.units, **held})
     if not any(_is_in(name, unit.name) for unit in units):
-        return chosen  # code above the units that holds none: everyone runs it, and it keeps next to nothing
+        return (
+            chosen  # code above the units, without units of its own: every stage runs it, and it keeps next to nothing
+        )
     names = [name] if parts is None else [f"{name}.{child}" for child, _ in parts.named_children()]
     return chosen._replace(inside={**chosen.inside, **dict.fromkeys(names, treatment)})
 
 
 def _named(options: ActivationOptions, root: nn.Module) -> Iterator[str]:
-    """The modules that the patterns name."""
+    """Modules that the patterns name."""
     names = {name: module for name, module in root.named_modules() if name}
     for pattern in options.checkpointing_patterns:
         found = [name for name, module in names.items() if fnmatchcase(name, pattern) or pattern in _classes(module)]
@@ -102,7 +104,7 @@ def _outermost(names: Iterator[str]) -> list[str]:
 
 
 def _is_in(name: str, other: str) -> bool:
-    """Whether the module ``name`` is ``other``, or stands in it."""
+    """Whether the module ``name`` is ``other``, or is contained in it."""
     return not other or name == other or name.startswith(f"{other}.")
 
 

@@ -1,19 +1,17 @@
-"""Results that a call keeps although it is run once more: those of its products.
+"""Selective activation checkpointing: results of matrix products are kept, everything else is recomputed.
 
-A second run that is given the results of matrix products, convolutions and attention has little left to compute. They
-are noted below autograd while the call runs, and handed out in the same order while it runs again. They live as long
-as the call can be run again. Hooks on saved tensors do not see them: only inputs go into host memory.
+Matrix products, convolutions, attention and recurrent layers are nearly all of the work, and their results only part of
+the activations. The kernels between them (norms, activations, additions) are cheap to recompute. A kernel that draws
+random numbers (attention with dropout) does not count as a product: skipping it would leave the generator's state
+behind, and the next kernel would draw other numbers.
 
-Not kept is what something is written into before the call is over (an activation in place), nor what the call returns:
-the caller may change it, or keep it longer. These products are simply done again. Writes are noted below autograd, too,
-by the memory that they go to: version counters miss some, as those of PyTorch's own recurrent layers.
+Products are recorded below autograd while the call runs, and replayed in the same order while it runs again. They live
+as long as the call can be recomputed. Hooks on saved tensors do not see them, so only inputs are offloaded to the host.
 
-Which kernels' results are worth keeping where the rest is computed again: those of products.
-
-Matrix products, convolutions, attention and recurrent layers are nearly all of the work, and their results a part of
-what is kept. What stands between them (norms, activations, additions) is cheap to compute again. A kernel that draws
-random numbers (attention with dropout) is none of these: left out, it would leave the stream where it is, and the next
-one would draw other numbers.
+Two kinds of results are recomputed nevertheless: those that are written to before the call is over (an in-place
+activation), and those that the call returns, because the caller may change them or keep them longer. Writes are
+recorded below autograd, too, by storage: version counters miss some writes, such as those of PyTorch's own recurrent
+layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +32,7 @@ __all__ = ["Products", "is_product"]
 
 _aten = torch.ops.aten
 
-# Those that PyTorch's table of products lacks.
+# Products that PyTorch's table of FLOP formulas lacks.
 _OTHERS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -46,14 +44,14 @@ _OTHERS = frozenset(
 
 
 def is_product(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the kernel ``func`` is a product that comes out the same each time, in memory of its own."""
+    """Whether the kernel ``func`` is a deterministic product that writes to new memory."""
     kind = func.overloadpacket
     is_one = kind in _OTHERS or kind in flop_registry
     return is_one and not func._schema.is_mutable and not draws(func, args, kwargs)
 
 
 class _Made(NamedTuple):
-    """What a product has returned, taken apart."""
+    """Flattened result of one product."""
 
     kernel: Any
     leaves: list[Any]
@@ -68,17 +66,17 @@ class _Made(NamedTuple):
 
 @final
 class Products:
-    """Those of one call."""
+    """Kept products of one call."""
 
     def __init__(self) -> None:
         self.recording = _Recording()
         self._is_settled = False
         self._kernels: list[Any] = []
-        # What each of them has returned; `None`: it is done again.
+        # Result of each kernel; `None`: it is recomputed.
         self._kept: list[_Made | None] = []
 
     def settle(self, results: Sequence[Any]) -> None:
-        """The call is over, and has returned ``results``."""
+        """End the recording of a call that has returned ``results``; drop the products that cannot be kept."""
         lost = self.recording.written | {storage_of(leaf) for leaf in results if isinstance(leaf, Tensor)}
         self._kernels = [made.kernel for made in self.recording.made]
         self._kept = [None if made.storages & lost else made for made in self.recording.made]
@@ -86,9 +84,9 @@ class Products:
         self._is_settled = True
 
     def again(self) -> AbstractContextManager[Any]:
-        """Hands them out, to a second run."""
+        """Context in which a second run gets the kept products."""
         if not self._is_settled:
-            return self.recording.paused()  # the call itself runs a backward
+            return self.recording.paused()  # a backward inside the call itself
         kept = [made if made is not None and made.is_as_made else None for made in self._kept]
         return _Replaying(list(zip(self._kernels, kept, strict=True)))
 
@@ -98,7 +96,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[_Made] = []
         self.written: set[int] = set()
-        """Memory of products that something was written into afterwards."""
+        """Storages of products that were written to afterwards."""
         self._known: set[int] = set()
         self._is_paused = False
 
@@ -153,7 +151,7 @@ class _Replaying(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
-    """The memory of arguments that ``func`` writes into."""
+    """Storages of arguments that ``func`` writes to."""
     for position, parameter in enumerate(func._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
@@ -161,7 +159,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """``tensor`` without what autograd will make of it, and with its version."""
+    """``tensor`` without autograd metadata, but with its version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

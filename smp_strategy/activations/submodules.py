@@ -1,8 +1,8 @@
-"""Parts of units that are computed again, each for itself.
+"""Activation checkpointing of submodules inside units.
 
-What the user asks for a module inside of a unit (an attention, say) concerns calls that the runtime does not see. So
-the ``forward`` of such a module is replaced on the instance, as that of a unit is, for as long as the model is under
-the engine. Where the unit is compiled as a whole, the compiler is told by PyTorch's `checkpoint`, which it knows.
+The runtime sees calls of units only. So the ``forward`` of a checkpointed module inside a unit (an attention, say) is
+replaced on the instance while the engine owns the model. If the unit is compiled as a whole, the compiled code calls
+PyTorch's `checkpoint`, which the compiler knows.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations.checkpoint_state import random_of_now
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
+from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.model.patching import Patches
 
 __all__ = ["SubmoduleCalls"]
@@ -22,12 +22,12 @@ __all__ = ["SubmoduleCalls"]
 
 @final
 class SubmoduleCalls:
-    """The way from calls of such modules to what they keep.
+    """Routes calls of checkpointed submodules to the unit wrapper.
 
     Args:
-        activations: of the stage.
-        device: where the units run.
-        is_on: whether a unit runs just now to compute something, and not to be looked at.
+        activations: Unit wrapper of the stage.
+        device: Device of the units.
+        is_on: Whether a unit is running to compute something, and not only being traced.
     """
 
     def __init__(self, activations: UnitWrapper, device: torch.device, is_on: Callable[[], bool]) -> None:
@@ -37,12 +37,12 @@ class SubmoduleCalls:
         self._stand_ins = Patches()
 
     def intercept(self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]]) -> None:
-        """Let calls of ``parts``, by their qualified names, come here."""
+        """Replace the ``forward`` of ``parts``, given by their qualified names."""
         for name, (module, treatment) in parts.items():
             self._stand_ins.replace(module, self._replacement(name, module, treatment))
 
     def give_back(self) -> None:
-        """Let calls reach the modules directly, as before."""
+        """Restore the modules' own ``forward``."""
         self._stand_ins.give_back()
 
     def _replacement(self, name: str, part: nn.Module, treatment: ActivationPolicy) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ class SubmoduleCalls:
                 )
             if not self._is_on():
                 return original(*args, **kwargs)
-            random = random_of_now(self._device) if treatment.preserve_rng_state else None
+            random = replay_from_now(self._device) if treatment.preserve_rng_state else None
             call = UnitCall(name, part, None, random=random)
             return self._activations.recomputed(call, treatment, original)(*args, **kwargs)
 

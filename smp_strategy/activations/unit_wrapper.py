@@ -1,7 +1,7 @@
-"""What is done around the calls of units so that they keep less for backward.
+"""Wraps the calls of units with activation checkpointing and offload.
 
-Programs ask here with every call of a unit that runs on their stage. A call that is to be computed again comes with
-what brings back its random numbers; everything else that it depends on is noted here.
+The runtime calls this for every call of a unit that runs on its stage. A call that will be recomputed brings a context
+that restores its random numbers; everything else that it depends on is recorded here.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,11 +15,12 @@ from torch import nn
 from smp_strategy.activations.checkpoint import Recomputed
 from smp_strategy.activations.checkpoint_groups import CheckpointGroups
 from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
-from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now, random_of_now
-from smp_strategy.activations.copy_stream import copies_of
+from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.activations.selective import Products
+from smp_strategy.distributed.host_copies import HostCopies
+from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.model.trace.parametrize_cache import cache_of_now
 from smp_strategy.model.trace.pytree import flatten, flatten_call
 
@@ -37,29 +38,29 @@ class UnitCall(NamedTuple):
     token: object
     """Equal for the calls of one microbatch."""
     random: _Again | None = None
-    """In which it draws its random numbers, every time anew; ``None``: it draws none."""
+    """Context in which it draws its random numbers, the same at each entry; ``None``: it draws none."""
     asked: ActivationPolicy | None = None
-    """What the code above the units asks for this call, if it does."""
+    """Policy requested by the code above the units for this call, if any."""
     changed: Collection[int] = ()
-    """Positions of arguments that it changes in place."""
+    """Positions of arguments that the call changes in place."""
     is_compiled: bool = False
     """Whether it runs through ``torch.compile``."""
 
 
 @final
 class UnitWrapper:
-    """What becomes of what units keep for backward. One object lasts for all steps of a stage.
+    """Applies activation policies to the calls of units. One object lasts for all steps of a stage.
 
     Args:
-        treatments: of the units.
-        device: where they run.
-        bystanders: see :data:`~smp_strategy.activations.checkpoint_state.Bystanders`.
-        offload: puts what units keep into host memory, where treatments ask for that.
+        treatments: Policies of the units.
+        device: Device of the units.
+        bystanders: See :data:`~smp_strategy.activations.checkpoint_state.Bystanders`.
+        offload: Offload of the stage, used by units whose policy asks for it.
 
     Attributes:
-        offload: as given.
-        repeating: the unit that is being run once more just now, if one is.
-        switched: gives what brings back what the step has switched around the unit.
+        offload: As given.
+        repeating: Unit that is being recomputed now, if any.
+        switched: Returns a context factory that restores what the step has switched around the unit.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class UnitWrapper:
         self.switched: Callable[[], _Again] = lambda: nullcontext
         self._treatments = treatments or {}
         self._device = device or torch.device("cpu")
-        self.offload = offload or Offload(copies_of(self._device))
+        self.offload = offload or Offload(HostCopies(self._device))
         self._bystanders = bystanders
         self._groups = CheckpointGroups()
 
     @property
     def recomputes(self) -> bool:
-        """Whether units are to be computed again in every step."""
+        """Whether some units are always recomputed."""
         return any(treatment.recompute != "no" for treatment in self._treatments.values())
 
     def around(self, call: UnitCall, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call instead of ``function``, which runs the unit."""
+        """Wrapper of ``function``, which runs the unit of ``call``."""
         treatment = self._treatments.get(call.name, KEEP)
         if call.asked is not None and treatment.recompute == "no":
             treatment = replace(call.asked, offload=treatment.offload)
@@ -91,13 +92,13 @@ class UnitWrapper:
             return function
         if treatment.recompute == "all" or (treatment.recompute == "cheap" and not call.is_compiled):
             function = self.recomputed(call, treatment, function)
-        # Outside: it sees what a call that is computed again keeps.
+        # Outermost, so that it also sees the saved inputs of a checkpointed call.
         return self.offload.around(function, call.module) if treatment.offload else function
 
     def recomputed(
         self, call: UnitCall, treatment: ActivationPolicy, function: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """What runs ``function`` once more in backward."""
+        """Wrapper of ``function`` that recomputes it in backward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = flatten_call(args, kwargs)
@@ -106,7 +107,7 @@ class UnitWrapper:
             random = None
             if treatment.preserve_rng_state:
                 # It may draw after all: what was predicted of it goes by its arguments, and its attributes can change.
-                random = call.random or random_of_now(self._device, only_torch=True)
+                random = call.random or replay_from_now(self._device, only_torch=True)
             once = Recomputed(
                 call.name,
                 function,
@@ -124,7 +125,7 @@ class UnitWrapper:
         return run
 
     def _as_before(self, module: nn.Module, found: ModuleSnapshot, random: _Again | None) -> _Again:
-        """Opens a context in which a call can be run again."""
+        """Opens a context in which the call can be run again."""
         autocast, cache, switched = autocast_of_now(self._device), cache_of_now(), self.switched()
 
         @contextmanager

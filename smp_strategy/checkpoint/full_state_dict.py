@@ -1,13 +1,11 @@
-"""The whole model and optimizer as one process would have them.
+"""Full state dict: gathers sharded model and optimizer state on global rank 0, and takes shares of it.
 
-Before the partition every rank has everything. After it, saving puts together on global rank 0 what ranks hold, and
-loading lets every rank take its share out of the whole. Names, shapes and parameter numbers are those of the plain
-module, so that a file written under one layout is read under any other, or by plain PyTorch.
+Names, shapes and parameter numbers are those of the unpartitioned module, so a file written under one layout is read
+under any other, or by plain PyTorch.
 
-A held state as one process would have it, on one rank.
-
-All ranks say what they have; the first that has a rectangle sends it, and the collector receives one after the other
-straight into the result, so that no rank ever holds more than the result plus one tensor.
+[Note: gathering a state] All ranks offer the rectangles that they hold. The first rank that has a rectangle sends it,
+and rank 0 receives one after the other straight into the result, so no rank ever holds more than the result plus one
+tensor.
 """
 
 from collections import OrderedDict, defaultdict
@@ -31,6 +29,7 @@ from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.shard_layout import Rectangle
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = [
@@ -50,23 +49,22 @@ _PART, _STATE = "a part of a state", "a state that rank 0 has collected"
 
 
 class _Offer(NamedTuple):
-    """What one rank has of one entry."""
+    """One rank's share of one entry."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """``None``: it is no tensor."""
+    """``None``: the entry is no tensor."""
     aliases: tuple[str, ...]
-    rectangles: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Offsets and sizes."""
+    rectangles: tuple[Rectangle, ...]
     value: Any = None
-    """What is no tensor."""
+    """Value of an entry that is no tensor."""
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Put together on global rank 0 what all ranks have. Collective over all ranks.
+    """Gather a sharded state on global rank 0. Collective over all ranks.
 
     Args:
-        state: entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor`
+        state: Entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor`
             for each tensor.
 
     Returns:
@@ -80,20 +78,21 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for source, entries in enumerate(offers):
         for name, offer in entries.items():
-            for number, (offsets, sizes) in enumerate(offer.rectangles):
-                if (name, offsets) in seen:
+            for number, rectangle in enumerate(offer.rectangles):
+                if (name, rectangle.offsets) in seen:
                     continue
-                seen.add((name, offsets))
+                # All ranks walk the offers in the same order, so sends and receives match without further talk.
+                seen.add((name, rectangle.offsets))
                 block = state[name].blocks[number].tensor if source == rank else None
                 if result is not None:
-                    result.take(name, offsets, sizes, block, source)
+                    result.take(name, rectangle, block, source)
                 elif block is not None:
                     collectives.send(_on_host(block), 0, _PART)
     return {} if result is None else result.entries()
 
 
 def on_all_ranks(collected: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`collect` has returned on global rank 0, on every rank. Collective over all ranks."""
+    """Broadcast the result of :func:`collect` from global rank 0. Collective over all ranks."""
     offers = collectives.tell({name: _offer(_held(value)) for name, value in collected.items()}, 0, _STATE)
     found: dict[str, Any] = {}
     for name, offer in offers.items():
@@ -111,7 +110,7 @@ def _held(value: Any) -> Any:
 
 
 class _Result:
-    """The collector's."""
+    """Gathered state on rank 0."""
 
     def __init__(self, names: Iterable[str], offers: list[dict[str, _Offer]]) -> None:
         self._first = {name: next(entries[name] for entries in offers if name in entries) for name in names}
@@ -121,24 +120,20 @@ class _Result:
             if offer.dtype is not None
         }
 
-    def take(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], block: Tensor | None, source: int
-    ) -> None:
-        """Put a rectangle in its place: this rank's ``block``, or what ``source`` sends."""
-        place = self._tensors[name]
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
+    def take(self, name: str, rectangle: Rectangle, block: Tensor | None, source: int) -> None:
+        """Fill a rectangle from this rank's ``block``, or by receiving it from ``source``."""
+        place = rectangle.view_of(self._tensors[name])
         if block is not None:
             place.copy_(block)
         elif place.is_contiguous():
             collectives.receive(place, source, _PART)
         else:
-            received = torch.empty(sizes, dtype=place.dtype, device="cpu")
+            received = torch.empty(rectangle.sizes, dtype=place.dtype, device="cpu")
             collectives.receive(received, source, _PART)
             place.copy_(received)
 
     def entries(self) -> dict[str, Any]:
-        """All of them, under all their names."""
+        """All entries, under all their names."""
         found: dict[str, Any] = {}
         for name, offer in self._first.items():
             found[name] = self._tensors.get(name, offer.value)
@@ -149,8 +144,7 @@ class _Result:
 def _offer(value: Any) -> _Offer:
     if not isinstance(value, HeldTensor):
         return _Offer((), None, (), (), value.value if isinstance(value, WholeObject) else value)
-    rectangles = tuple((block.offsets, tuple(block.tensor.shape)) for block in value.blocks)
-    return _Offer(value.shape, value.dtype, value.aliases, rectangles)
+    return _Offer(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -158,7 +152,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def merged(lists: Iterable[Iterable[str]]) -> list[str]:
-    """All names, each at the place that it has where it is known: a rank may have entries that others never see."""
+    """All names in an order that agrees with each list where possible: a rank may have entries that others never
+    see."""
     merged: list[str] = []
     known: set[str] = set()
     for names in map(list, lists):
@@ -170,7 +165,7 @@ def merged(lists: Iterable[Iterable[str]]) -> list[str]:
 
 
 def state_dict(holdings: LocalShards) -> dict[str, Any]:
-    """The whole state dict on global rank 0, ``{}`` elsewhere; collective. Tied parameters are one tensor in it."""
+    """The full state dict on global rank 0, ``{}`` elsewhere; collective. Tied parameters are one tensor in it."""
     collected = collect(module_state(holdings))
     if not collected:
         return {}
@@ -182,7 +177,7 @@ def state_dict(holdings: LocalShards) -> dict[str, Any]:
 
 
 def optimizer_state_dict(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
+    """The full ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     numbers = numbers_of(optimizer)
     collected = _collected(holdings, optimizer)
     if holdings.mesh.rank != 0:
@@ -192,14 +187,14 @@ def optimizer_state_dict(holdings: LocalShards, optimizer: Optimizer) -> dict[st
 
 
 def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) -> defaultdict[Any, Any]:
-    """The whole ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
+    """The full ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
     numbers = numbers_of(optimizer)
     collected = on_all_ranks(_collected(holdings, optimizer))
     state: defaultdict[Any, Any] = defaultdict(dict)
     found = _by_parameter(collected, numbers)
     for parameter in [each for each in numbers if each in found]:
         device = parameter.device
-        # Numbers of steps stay on the host.
+        # Scalars (numbers of steps) stay on the host.
         state[parameter] = pytree.tree_map(
             lambda leaf, to=device: leaf.to(to) if isinstance(leaf, Tensor) and leaf.ndim else leaf, found[parameter]
         )
@@ -221,12 +216,12 @@ def _by_parameter(
 
 
 def gradients(holdings: LocalShards) -> dict[str, Tensor]:
-    """The whole gradients on global rank 0, ``{}`` elsewhere; collective over all ranks."""
+    """The full gradients on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     return collect(gradient_state(holdings))
 
 
 def numbered(state: Mapping[str, Any]) -> WholeState:
-    """What ``optimizer.state_dict()`` has given, as the state of optimizer 0, parameters by :func:`numbers_of`."""
+    """The result of ``optimizer.state_dict()`` as a source: state of optimizer 0, parameters by :func:`numbers_of`."""
     kept = {str(number): encoded(value, lambda _, leaf: leaf) for number, value in state["state"].items()}
     groups = [{**group, "params": [str(number) for number in group["params"]]} for group in state["param_groups"]]
     return WholeState(flattened({"optimizer_0": {"state": kept, "param_groups": groups}}))
@@ -244,13 +239,13 @@ def keep_share(
     sharded: ShardedModule | None = None,
     parts: ParameterParts | None = None,
 ) -> None:
-    """Of whole optimizer state keep what this rank needs for the updates that it makes.
+    """Shard full optimizer state in place: keep this rank's share.
 
     Args:
-        optimizer: has it.
-        sharding: says what this rank updates.
-        sharded: of which parameters it updates a piece.
-        parts: of which parameters it has a part.
+        optimizer: Optimizer with full state.
+        sharding: Tells which parameters this rank updates.
+        sharded: Parameters of which this rank updates a run of elements.
+        parts: Parameters of which this rank has a tensor-parallel part.
     """
     for parameter in numbers_of(optimizer):
         if parameter not in optimizer.state or not sharding.knows(parameter):
@@ -270,7 +265,7 @@ def keep_share(
 
 
 def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: ParameterParts) -> Any:
-    """Of ``state`` for the whole of a split parameter, this rank's part; what is for its part is left as it is."""
+    """This rank's part of full ``state`` of a split parameter; state of a part is left as it is."""
     whole = parts.whole_shape(parameter)
     return pytree.tree_map(
         lambda leaf: parts.part(parameter, leaf) if isinstance(leaf, Tensor) and leaf.shape == whole else leaf,
@@ -279,6 +274,6 @@ def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: ParameterPart
 
 
 def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, numel: int) -> bool:
-    """Whether ``state`` is that for a piece of ``numel`` elements already: an earlier run has left it."""
+    """Whether ``state`` is that of a run of ``numel`` elements already, left by an earlier run."""
     shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim}
     return shapes == {(numel,)} != {tuple(parameter.shape)}

@@ -1,7 +1,7 @@
-"""Taking this rank's share out of a state that has whole tensors under plain names, wherever that is.
+"""Loading model, optimizers and gradients: each rank reads its shards of the full tensors of a source.
 
-The state is a :class:`~smp_strategy.checkpoint.storage.source.Source`: a directory, of which a rank reads what it
-needs, or a dict in memory. Values go straight to where they are needed; nothing whole is made on the way.
+A :class:`~smp_strategy.checkpoint.storage.source.Source` is a folder, of which a rank reads the needed bytes only, or a
+dict in memory. Values go straight to their place; no full tensor is made on the way.
 """
 
 import math
@@ -33,14 +33,14 @@ __all__ = [
     "read_optimizer",
 ]
 
-# Where things are in a state.
+# Keys of a state.
 MODULE, GRADIENTS = "state_dict", "gradients"
-# What torch calls the key of `get_extra_state`.
+# PyTorch's key of `get_extra_state`.
 _EXTRA_STATE = "_extra_state"
 
 
 def optimizer_key(number: int) -> str:
-    """Where the state of an optimizer is."""
+    """Key of the state of an optimizer."""
     return f"optimizer_{number}"
 
 
@@ -52,14 +52,14 @@ def load_module(
     strict: bool,
     leave_out: Collection[Tensor] = (),
 ) -> None:
-    """Load this rank's share of the module's state dict.
+    """Load this rank's shards of the module's state dict.
 
     Args:
-        module: takes the values.
-        source: has them.
-        holdings: what this rank has of ``module``; ``None``: all of it.
-        strict: whether names must fit.
-        leave_out: tensors that are not to be filled now.
+        module: Takes the values.
+        source: Has them.
+        holdings: Shards of ``module`` that this rank holds; ``None``: all of it.
+        strict: Whether names must match.
+        leave_out: Tensors that are not to be filled now.
 
     Raises:
         RuntimeError: ``strict`` and the names do not fit, or shapes do not, as from ``nn.Module.load_state_dict``.
@@ -88,14 +88,15 @@ def load_module(
         source.fill(wanted)
         if extra:
             states = OrderedDict((name, _extra_state(source, pieces)) for name, pieces in extra.items())
-            states._metadata = own._metadata  # type: ignore[attr-defined]  # else modules mend what others lack
+            # Versions of modules: without them, modules take the state for an old one and convert it.
+            states._metadata = own._metadata  # type: ignore[attr-defined]
             module.load_state_dict(states, strict=False)
 
 
 def _take_extra_states(own: Mapping[str, Any], there: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The extra states of modules that ``there`` has, which are taken out of it: the names of their pieces.
+    """Remove the extra states of modules from ``there``; returns the names of their pieces.
 
-    Files of others have dicts in pieces; otherwise there is one, without a name.
+    Files of other programs have a dict in pieces; otherwise there is one piece, without a name.
     """
     found = {}
     for name in [name for name in own if name.rpartition(".")[2] == _EXTRA_STATE]:
@@ -121,21 +122,21 @@ def _extra_state(source: Source, pieces: Mapping[str, str]) -> Any:
 
 
 def load_groups(optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]) -> None:
-    """Give the groups of ``optimizer`` the options that they had, and let go of its state."""
+    """Load the options of the groups of ``optimizer``, and drop its state."""
     optimizer.load_state_dict({"state": {}, "param_groups": _groups(optimizer, source, number, names)})
 
 
 def load_optimizer(
     optimizer: Optimizer, source: Source, number: int, holdings: LocalShards, names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Load this rank's share of the state of ``optimizer``; the options of its groups stay.
+    """Load this rank's shards of the state of ``optimizer``; the options of its groups stay.
 
     Args:
-        optimizer: takes the state.
-        source: has it.
-        number: of the optimizer there.
-        holdings: what this rank has of each parameter.
-        names: what parameters are called there.
+        optimizer: Takes the state.
+        source: Has it.
+        number: Number of the optimizer in the source.
+        holdings: Shards of each parameter that this rank holds.
+        names: Names of the parameters in the source.
 
     Raises:
         CheckpointError: the state is of other parameters.
@@ -166,7 +167,7 @@ def load_optimizer(
 
 
 def read_optimizer(source: Source, number: int, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
-    """All of the state of an optimizer, as one process has it, on the host."""
+    """The full state of an optimizer, on the host."""
     prefix = f"{optimizer_key(number)}.state."
     by_name = {name: parameter for parameter, name in names.items()}
     tensors = by_parameter(source.tensors, prefix, by_name)
@@ -188,7 +189,7 @@ def read_optimizer(source: Source, number: int, names: Mapping[nn.Parameter, str
 
 
 def load_gradients(source: Source, holdings: LocalShards) -> None:
-    """Let parameters go on with the gradients that a state has, if it has any."""
+    """Give parameters the gradients of a checkpoint, if it has any."""
     prefix = f"{GRADIENTS}."
     there = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix)}
     wanted, found = {}, {}
@@ -207,7 +208,7 @@ def load_gradients(source: Source, holdings: LocalShards) -> None:
 def _places(
     holdings: LocalShards, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Callable[[str, TensorInfo], tuple[Tensor, HeldTensor]]:
-    """Memory for a tensor in the state of ``parameter``, by its name there."""
+    """Function that allocates memory for a tensor in the state of ``parameter``, by its name there."""
     whole, local = holdings.whole_shape(parameter), holdings.local_shape(parameter)
     is_sharded = holdings.is_sharded(parameter)
     by_name = kept_per_element(optimizer, parameter) if is_sharded and math.prod(whole) == 1 else {}
@@ -226,7 +227,7 @@ def _places(
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, like: Tensor | None) -> Tensor:
-    """Zeros, laid out in memory as those of ``like``."""
+    """Zeros, with the memory layout of ``like``."""
     if like is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.empty_strided(shape, like.stride(), dtype=dtype, device=device).zero_()
@@ -265,12 +266,12 @@ def _difference(theirs: list[list[str]], mine: list[list[str]]) -> str:
 def by_parameter(
     names: Iterable[str], prefix: str, parameters: Mapping[str, nn.Parameter]
 ) -> dict[nn.Parameter, dict[str, str]]:
-    """The names of what there is for each parameter, by what comes behind the parameter's name."""
+    """Group names by parameter: for each parameter, the full names by the rest behind the parameter's name."""
     found: dict[nn.Parameter, dict[str, str]] = {}
     for name in names:
         if not name.startswith(prefix):
             continue
-        # One name can be the beginning of another one: the longest counts.
+        # One parameter's name can be a prefix of another's: the longest match counts.
         parameter, key = name.removeprefix(prefix), ""
         while parameter and parameter not in parameters:
             parameter, _, last = parameter.rpartition(".")
@@ -281,7 +282,7 @@ def by_parameter(
 
 
 def decoded(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as dicts again, and as lists where they are numbered."""
+    """Nest dotted names as dicts, and as lists where they are numbered; the inverse of ``state_dict.encoded``."""
     nested: dict[str, Any] = {}
     for name, value in kept.items():
         *path, last = name.split(".")
@@ -308,7 +309,7 @@ def _refuse_other_names(own: Collection[str], there: Collection[str], *, strict:
 
 
 def _refuse_other_shapes(shapes: Mapping[str, tuple[int, ...]], source: Source) -> None:
-    """Every rank compares all of them, so that all of them stop, and not only the one that holds the tensor."""
+    """Every rank compares all shapes, so that all of them stop, and not only the one that holds the tensor."""
     other = [
         f"{name.removeprefix(f'{MODULE}.')} {list(source.tensors[name].shape)} instead of {list(shape)}"
         for name, shape in shapes.items()

@@ -1,10 +1,10 @@
-"""Giving the whole module back: every stage sends what it holds, and who wants it keeps it.
+"""Restoring the whole module at the end of a run: every stage broadcasts its parameters, buffers and extra state.
 
-The same goes for what the user's hooks have made of parameters and kept (averages, backups).
+Tensors that the user's hooks have derived from parameters and kept (averages, backups) are restored alike.
 
-Parameters keep their identity and get the memory layout that they had. Of a parameter every rank knows the metadata;
-buffers may have been replaced while the module was spread, so their holders describe them first, together with the
-extra state of modules (``get_extra_state``). Values travel as raw elements, a bucket at a time.
+Parameters keep their identity and get their former memory layout. Every rank knows the metadata of all parameters.
+Buffers may have been replaced while the module was partitioned, so their holders first send metadata of them, together
+with the extra state of modules (``get_extra_state``). Values are sent as raw elements, a bucket at a time.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ _END = "the whole module, at the end of a run"
 
 
 def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
-    """Make the values of all stages those of ``root``; collective over the stages of a replica.
+    """Give ``root`` the values of all stages; collective over the stages of a replica.
 
     Args:
-        root: the module that was spread.
-        ownership: who holds what.
-        mesh: where the ranks stand.
-        keep: whether this rank wants the whole module; otherwise it only sends what it has.
+        root: Partitioned module.
+        ownership: Stages of each parameter.
+        mesh: Coordinates of the ranks.
+        keep: Whether this rank wants the whole module; otherwise it only sends.
     """
     mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
-    # The group lists its ranks in ascending order, not in that of the stages.
+    # The group orders its ranks by number, not by stage.
     told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
     described = collectives.gather_objects(told, _END, mesh.pp_group)
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
@@ -57,12 +57,12 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
                 _set_buffer(root, name, next(received))
             for number, _ in kept:
                 value = next(received)
-                if number in guests:  # not collected here
+                if number in guests:  # else garbage-collected on this rank
                     _give(guests[number][0], value)
             for name, state in states.items():
                 root.get_submodule(name).set_extra_state(state)
         for parameter in root.parameters():
-            # Each rank has gradients of its own units only: a part would pass for the whole.
+            # Each rank has gradients of its own units only, which would be taken for those of the whole module.
             parameter.grad = None
 
 
@@ -83,7 +83,7 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:
-    """The buffers of ``units`` as they are now, by their names in the whole module."""
+    """The current buffers of ``units``, by their names in the whole module."""
     return {
         f"{unit.name}.{name}": TensorSpec.of(buffer) for unit in units for name, buffer in unit.module.named_buffers()
     }
@@ -111,7 +111,7 @@ def _set_buffer(root: nn.Module, name: str, value: Tensor) -> None:
 def _broadcast(
     values: Sequence[Tensor], specs: Sequence[TensorSpec], source: int, mesh: ProcessMesh, *, keep: bool
 ) -> list[Tensor]:
-    """Send ``values`` from the rank ``source``, which has them, to the others; they get them if they ``keep`` them."""
+    """Broadcast ``values`` from the rank ``source``; other ranks get them if they ``keep`` them."""
     received: list[Tensor] = []
     for numbers in buckets(specs):
         sizes = [specs[number].numel for number in numbers]

@@ -1,9 +1,7 @@
-"""A state that is in memory as a whole, or mapped from a file, as a source: each rank copies what it needs.
+"""Sources in memory: a full state dict, or a loaded one that the user's hooks may have edited.
 
-A state that was loaded, and that hooks of the user may have changed since, as a source.
-
-Entries that nobody has touched are :class:`LazyStoredTensor` still. Each rank reads of them what it needs, straight to
-its place, whatever they are called by now. The others have values, which are taken from there.
+Entries of an edited state that nobody has used are :class:`LazyStoredTensor` still: each rank reads its shards of them
+straight to their place, whatever their names are by now. Values of the others are taken from memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,10 +19,10 @@ __all__ = ["EditedState", "WholeState", "flattened"]
 
 @final
 class WholeState:
-    """A :class:`~smp_strategy.checkpoint.storage.source.Source`.
+    """:class:`~smp_strategy.checkpoint.storage.source.Source` of full tensors in memory, or mapped from a file.
 
     Args:
-        entries: tensors and other objects, by their names; see :func:`flattened`.
+        entries: Tensors and other objects, by their names; see :func:`flattened`.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
@@ -37,21 +35,18 @@ class WholeState:
 
     @property
     def objects(self) -> list[str]:
-        """The names of everything else."""
+        """Names of everything else."""
         return [name for name, value in self._entries.items() if not isinstance(value, Tensor)]
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
-        """Copy values to the blocks of this rank, which may be of another dtype or on another device."""
+        """Copy values to this rank's rectangles, which may be of another dtype or on another device."""
         for name, held in wanted.items():
             whole = self._entries.get(name)
             if not isinstance(whole, Tensor) or tuple(whole.shape) != tuple(held.shape):
                 found = f"a tensor of shape {list(whole.shape)}" if isinstance(whole, Tensor) else repr(type(whole))
                 raise CheckpointError(f"`{name}` should be a tensor of shape {list(held.shape)}, but is {found}.")
             for block in held.blocks:
-                part = whole.detach()
-                for dim, (offset, size) in enumerate(zip(block.offsets, block.tensor.shape, strict=True)):
-                    part = part.narrow(dim, offset, size)
-                block.tensor.copy_(part)
+                block.tensor.copy_(block.place.view_of(whole.detach()))
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
         """Objects by their names."""
@@ -59,7 +54,7 @@ class WholeState:
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dicts in dicts as one, whose keys have dots between those on the way."""
+    """Nested dicts as one dict with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -73,10 +68,10 @@ def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @final
 class EditedState:
-    """A :class:`~smp_strategy.checkpoint.storage.source.Source`.
+    """:class:`~smp_strategy.checkpoint.storage.source.Source` of a loaded state after the user's hooks.
 
     Args:
-        state: dicts in dicts, with tensors and other objects.
+        state: Nested dicts with tensors and other objects.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -90,11 +85,11 @@ class EditedState:
 
     @property
     def objects(self) -> list[str]:
-        """The names of everything else."""
+        """Names of everything else."""
         return self._whole.objects
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
-        """See :class:`~smp_strategy.checkpoint.storage.source.Source`."""
+        """Copy values to this rank's rectangles; unread tensors are read from their own source."""
         unread: dict[Readable, dict[str, HeldTensor]] = {}
         others: dict[str, HeldTensor] = {}
         for name, held in wanted.items():

@@ -1,11 +1,11 @@
-"""The state of a training as files have it: plain names, whole shapes, and of each tensor what this rank holds.
+"""Sharded state dicts of module, optimizer and gradients: plain names, whole shapes, and this rank's rectangles.
 
 Names are those of PyTorch's distributed checkpoints as Lightning writes them: ``state_dict.<name>``,
-``optimizer_0.state.<name>.<key>`` and ``optimizer_0.param_groups``, in which parameters are called by their names. So
-their tools read ours, and the other way round. Nothing here communicates, and nothing is copied.
+``optimizer_0.state.<name>.<key>`` and ``optimizer_0.param_groups`` with names of parameters. So either can read the
+other's folders. Nothing here communicates, and nothing is copied.
 
-What several ranks have alike, all of them offer; who writes is settled later. What replicas have each of its own
-(buffers, extra state) is offered by the first one only.
+A tensor that several ranks hold is offered by all of them; the write plan settles who writes it. State of which each
+replica has its own (buffers, extra state) is offered by the first replica only.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def module_state(holdings: LocalShards) -> dict[str, Any]:
-    """What this rank has of the module's state dict."""
+    """This rank's shards of the module's state dict."""
     state: dict[str, Any] = {}
     with in_plain_sight():
         found = holdings.module.state_dict(keep_vars=True)
@@ -49,11 +49,11 @@ def module_state(holdings: LocalShards) -> dict[str, Any]:
 
 
 def whole_module_state(module: nn.Module, *, is_first: bool) -> dict[str, Any]:
-    """The same of a module that every rank has as a whole.
+    """State dict of a module that every rank has as a whole.
 
     Args:
-        module: not spread.
-        is_first: whether this rank speaks for what may differ between ranks.
+        module: Module that is not partitioned.
+        is_first: Whether this rank saves the state that may differ between ranks.
     """
     found = module.state_dict(keep_vars=True)
     aliases, same = _aliases(found)
@@ -69,18 +69,18 @@ def whole_module_state(module: nn.Module, *, is_first: bool) -> dict[str, Any]:
 def optimizer_state(
     holdings: LocalShards, optimizer: Optimizer, names: Mapping[nn.Parameter, str] | None = None
 ) -> dict[str, Any]:
-    """What this rank has of the state of ``optimizer``.
+    """This rank's shards of the state of ``optimizer``.
 
     Args:
-        holdings: what it has of each parameter.
-        optimizer: its parameters are those of the module.
-        names: what parameters are called; ``None``: as in the module.
+        holdings: Shards of each parameter that this rank holds.
+        optimizer: Optimizer of parameters of the module.
+        names: Names of parameters; ``None``: those of the module.
     """
     names = holdings.names if names is None else names
     state: dict[str, Any] = {}
     with in_plain_sight():
         for parameter, kept in kept_by(optimizer).items():
-            # An optimizer need not keep anything, or anything right, of an empty piece.
+            # An optimizer may keep no state, or wrong state, of an empty run.
             if holdings.is_updated_here(parameter) and (
                 holdings.local_shape(parameter) != (0,) or not parameter.numel()
             ):
@@ -95,7 +95,7 @@ def whole_optimizer_state(
     *,
     is_first: bool,
 ) -> dict[str, Any]:
-    """The same of an optimizer for whose parameters this rank has all of the ``state``, or nothing."""
+    """State of an optimizer of which this rank has all of the ``state``, or nothing."""
     kept = {
         _name(names, parameter): encoded(value, lambda _, leaf: HeldTensor.whole(leaf.detach()))
         for parameter, value in state.items()
@@ -104,13 +104,13 @@ def whole_optimizer_state(
 
 
 def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, Any]:
-    """What ``optimizer`` keeps for each of its parameters, in their order."""
+    """State of ``optimizer`` for each of its parameters, in their order."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {parameter: optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state}
 
 
 def gradient_state(holdings: LocalShards) -> dict[str, Any]:
-    """What this rank has of the gradients, which are summed up over ranks."""
+    """This rank's shards of the gradients, which are summed over ranks."""
     state: dict[str, Any] = {}
     with in_plain_sight():
         for parameter, name in holdings.names.items():
@@ -122,9 +122,9 @@ def gradient_state(holdings: LocalShards) -> dict[str, Any]:
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """The names in a state dict, made with ``keep_vars``, of parameters that stand there before, and those first names.
+    """Further names of tied parameters in a state dict, made with ``keep_vars``, with the first name of each.
 
-    Every rank knows every parameter, so they are the same on all of them. Buffers may have been replaced.
+    Every rank knows every parameter, so they are the same on all ranks. Buffers may have been replaced.
     """
     first: dict[nn.Parameter, str] = {}
     same = {}
@@ -135,7 +135,7 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _aliases(state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """For each first name of a tied parameter the others; and for each of these the first."""
+    """Further names of each tied parameter by its first name, and the first name by each further one."""
     same, aliases = tied_names(state), dict[str, tuple[str, ...]]()
     for name, first in same.items():
         aliases[first] = (*aliases.get(first, ()), name)
@@ -145,7 +145,7 @@ def _aliases(state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict
 def _in_whole(
     holdings: LocalShards, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Callable[[str, Tensor], HeldTensor]:
-    """What a tensor in the state of ``parameter`` is to others, by its name there."""
+    """Function that makes a sharded tensor of a tensor in the state of ``parameter``, by its name there."""
     shape, is_sharded = holdings.local_shape(parameter), holdings.is_sharded(parameter)
     by_name = kept_per_element(optimizer, parameter) if is_sharded and shape == (1,) else {}
 
@@ -158,7 +158,7 @@ def _in_whole(
 
 
 def encoded(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
-    """A state with its tensors changed. Files know dicts only, so lists with tensors become dicts."""
+    """State with its tensors mapped by ``change``. Files have dicts only, so lists with tensors become dicts."""
     if isinstance(value, Tensor):
         return change(name.replace("#", ""), value)
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import FlatLayout, Slot
-from smp_strategy.data_parallel.flat_layout_views import Run, common_base, elements, view
+from smp_strategy.data_parallel.flat_layout_views import common_base, elements, view
 from smp_strategy.data_parallel.resting import RestingParameter, placeholder
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
@@ -320,20 +320,20 @@ class FlatBuffer:
         piece = self.own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
-    def run_of(self, number: int) -> Run:
-        """Values of the parameter ``number`` that this rank updates."""
+    def own_values(self, number: int) -> Tensor:
+        """Values of the parameter ``number`` that this rank updates: a one-dimensional view of the buffer."""
         piece = self.own_pieces[number]
-        return Run(piece.start, self.own[piece.offset : piece.offset + piece.numel])
+        return self.own[piece.offset : piece.offset + piece.numel]
 
-    def runs_to_fill(self, number: int) -> list[Run]:
-        """All memory of this rank for values of the resting parameter ``number``, to be filled by the caller."""
+    def runs_to_fill(self, number: int) -> list[tuple[int, Tensor]]:
+        """Runs of the resting parameter ``number`` in this rank's memory: first element, and view to fill."""
         self._retire()
         self._wait_refreshed()
+        own = (self.own_pieces[number].start, self.own_values(number))
         piece = self.layout.piece(self.layout.slots[number], self._collectives.rank)
-        shard = self._shard[piece.offset : piece.offset + piece.numel] if self._shard.numel() else None
-        found = [] if shard is None else [Run(piece.start, shard)]
-        # Otherwise `own` is a part of that memory.
-        return [*found, self.run_of(number)] if shard is None or self.layout.is_cast else found
+        shard = [(piece.start, self._shard[piece.offset : piece.offset + piece.numel])] if self._shard.numel() else []
+        # Otherwise the own values are a part of the shard's memory.
+        return [*shard, own] if not shard or self.layout.is_cast else shard
 
     def take_gradient(self, number: int, piece: Tensor) -> None:
         """Set the gradient of the resting parameter ``number`` to ``piece``."""

@@ -5,23 +5,13 @@ that tensor.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smp_strategy.data_parallel.flat_layout import Slot
 
-__all__ = ["Run", "common_base", "elements", "view"]
-
-
-class Run(NamedTuple):
-    """Elements of a parameter that are contiguous both in a buffer and in the parameter."""
-
-    start: int
-    """Index of the first element in the parameter, in memory order."""
-    values: Tensor
-    """One-dimensional, a view of the buffer."""
+__all__ = ["common_base", "elements", "view"]
 
 
 def view(flat: Tensor, slot: Slot) -> Tensor:

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
-from smp_strategy.data_parallel.flat_layout_views import Run
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.work import Work
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -232,17 +231,17 @@ class FlatUnit:
         buffer, number = self._place(parameter)
         return buffer.own_pieces[number]
 
-    def run_of(self, parameter: nn.Parameter) -> Run:
+    def own_values(self, parameter: nn.Parameter) -> Tensor:
         """Values of ``parameter`` that this rank updates."""
         buffer, number = self._place(parameter)
-        return buffer.run_of(number)
+        return buffer.own_values(number)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Strides of ``parameter`` in memory, from which runs are taken."""
         buffer, number = self._place(parameter)
         return buffer.layout.slots[number].entry.stride
 
-    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """All memory of this rank for values of ``parameter``; fill it while it rests, on all ranks alike."""
         buffer, number = self._place(parameter)
         with _untracked():

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import Piece
-from smp_strategy.data_parallel.flat_layout_views import Run
 from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
 from smp_strategy.data_parallel.resting import OnUse
@@ -374,15 +373,15 @@ class ShardedModule:
         """Run of elements of ``parameter`` that this rank updates."""
         return self._unit_of[parameter].own_piece(parameter)
 
-    def run_of(self, parameter: nn.Parameter) -> Run:
+    def own_values(self, parameter: nn.Parameter) -> Tensor:
         """Values of these elements, as long as the module is sharded."""
-        return self._unit_of[parameter].run_of(parameter)
+        return self._unit_of[parameter].own_values(parameter)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Strides of ``parameter`` in memory, from which runs are taken."""
         return self._unit_of[parameter].stride_of(parameter)
 
-    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """All memory of this rank for values of ``parameter``; fill it between passes, on all ranks alike."""
         return self._unit_of[parameter].runs_to_fill(parameter)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rng_state import RngState, drawing_from, global_state, set_global_state
+from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
 from smp_strategy.errors import SMPError
 
 __all__ = ["BatchSource", "DataReaders", "LoaderState", "checksum"]
@@ -102,11 +102,9 @@ class DataReaders:
         if len(self.ranks) == 1:
             return
         first = self.ranks[0]
-        states = (global_state(), [generator.get_state() for generator in generators])
-        states = collectives.tell(states, first, "the beginning of a pass over a data loader", self._group())
-        set_global_state(states[0])
-        for generator, state in zip(generators, states[1], strict=True):
-            generator.set_state(state)
+        every = [torch.default_generator, *generators]
+        state = collectives.tell(capture(every), first, "the beginning of a pass over a data loader", self._group())
+        restore(state, every)
 
     def go_on(self) -> None:
         """Begin or resume a pass: its next batches are compared."""

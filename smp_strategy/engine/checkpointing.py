@@ -9,7 +9,7 @@ what optimizers will need is remembered until then (:mod:`smp_strategy.engine.pe
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,37 +34,22 @@ from smp_strategy.checkpoint.state_dict import (
     whole_optimizer_state,
 )
 from smp_strategy.checkpoint.storage.source import Source
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.hooks.views import Views
-from smp_strategy.engine.local_model import LocalModel
-from smp_strategy.engine.pending_state import PendingOptimizerState, PendingState
-from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.engine.parts import EngineParts
+from smp_strategy.engine.pending_state import PendingOptimizerState
 
 __all__ = ["SavedState"]
 
 
+@final
 class SavedState:
-    """The state of an :class:`~smp_strategy.engine.engine.Engine`, whose attributes these are."""
+    """Saves and loads the state of an engine.
 
-    views: Views
-    _calls: UnitCalls
-    _module: nn.Module | None
-    _share: LocalModel | None
-    _delayed: DelayedModule
-    _late: PendingState
-    _seed: int
-    _num_steps: int
-    _num_evaluations: int
+    Args:
+        parts: of the engine.
+    """
 
-    @property
-    def mesh(self) -> ProcessMesh:
-        """See :class:`~smp_strategy.engine.engine.Engine`."""
-        raise NotImplementedError
-
-    def reduce_gradients(self) -> None:
-        """See :class:`~smp_strategy.engine.engine.Engine`."""
-        raise NotImplementedError
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     # Spread over ranks
 
@@ -80,18 +65,18 @@ class SavedState:
             ``{"state_dict": ..., "optimizer_0": {"state": ..., "param_groups": ...}, ..., "gradients": ...}``, with a
             :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor` for each tensor.
         """
-        assert self._module is not None
-        self._delayed.refuse_saving()
+        assert self._parts.module is not None
+        self._parts.delayed.refuse_saving()
         if gradients:
-            self.reduce_gradients()
-        is_first, share = self.mesh.rank == 0, self._share
-        with self.views.put_aside():
+            self._parts.reduce_gradients()
+        is_first, share = self._parts.mesh.rank == 0, self._parts.share
+        with self._parts.views.put_aside():
             if share is not None:
                 share.settle()
             if share is not None and share.whole_on == "none":
                 state = {MODULE: module_state(share.holdings)}
             elif share is None or share.whole_on == "all" or is_first:
-                state = {MODULE: whole_module_state(self._module, is_first=is_first)}
+                state = {MODULE: whole_module_state(self._parts.module, is_first=is_first)}
             else:
                 state = {MODULE: {}}
             for number, optimizer in enumerate(optimizers):
@@ -101,19 +86,19 @@ class SavedState:
         return state
 
     def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._module is not None
-        is_first = self.mesh.rank == 0
-        if optimizer in self._late.optimizers:
-            kept = self._late.optimizers[optimizer].read() if is_first else {}
+        assert self._parts.module is not None
+        is_first = self._parts.mesh.rank == 0
+        if optimizer in self._parts.late.optimizers:
+            kept = self._parts.late.optimizers[optimizer].read() if is_first else {}
             return whole_optimizer_state(optimizer, kept, self._names, is_first=is_first)
-        if self._share is not None:
-            return optimizer_state(self._share.holdings, optimizer)
+        if self._parts.share is not None:
+            return optimizer_state(self._parts.share.holdings, optimizer)
         return whole_optimizer_state(optimizer, kept_by(optimizer), self._names, is_first=is_first)
 
     @property
     def _names(self) -> dict[nn.Parameter, str]:
-        assert self._module is not None
-        return {parameter: name for name, parameter in self._module.named_parameters()}
+        assert self._parts.module is not None
+        return {parameter: name for name, parameter in self._parts.module.named_parameters()}
 
     def load_stored(self, source: Source, *, strict: bool = True) -> None:
         """Load this rank's share of the module's state, or all of it where the module is whole. Collective.
@@ -122,18 +107,18 @@ class SavedState:
             RuntimeError: names or shapes do not fit, as from ``nn.Module.load_state_dict``.
             CheckpointError: the values cannot be read.
         """
-        assert self._module is not None
-        share = self._share
-        with self.views.put_aside():
+        assert self._parts.module is not None
+        share = self._parts.share
+        with self._parts.views.put_aside():
             if share is not None:
                 share.settle()
             if share is not None and not share.is_whole_here:
-                load_module(self._module, source, share.holdings, strict=strict)
+                load_module(self._parts.module, source, share.holdings, strict=strict)
                 return
-            self._delayed.expect()
-            if expected := self._delayed.expected:
-                self._late.expect_module(source, strict=strict)
-            load_module(self._module, source, None, strict=strict, leave_out=expected)
+            self._parts.delayed.expect()
+            if expected := self._parts.delayed.expected:
+                self._parts.late.expect_module(source, strict=strict)
+            load_module(self._parts.module, source, None, strict=strict, leave_out=expected)
 
     def load_stored_optimizer(self, source: Source, number: int, optimizer: Optimizer) -> None:
         """Load this rank's share of the state of ``optimizer``; before the first step it waits for that.
@@ -152,58 +137,58 @@ class SavedState:
         self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
     ) -> None:
         load_groups(optimizer, source, number, names)
-        if self._share is None or self._calls.runtime is None:
-            self._late.optimizers[optimizer] = PendingOptimizerState(source, number, names)
+        if self._parts.share is None or self._parts.calls.runtime is None:
+            self._parts.late.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
-            self._late.optimizers.pop(optimizer, None)
-            load_optimizer(optimizer, source, number, self._share.holdings, names)
+            self._parts.late.optimizers.pop(optimizer, None)
+            load_optimizer(optimizer, source, number, self._parts.share.holdings, names)
 
     def load_stored_gradients(self, source: Source) -> None:
         """Go on with gradients to which earlier steps have added, if there are any in ``source``."""
-        if self._share is None or self._calls.runtime is None:
-            self._late.expect_gradients(source)
+        if self._parts.share is None or self._parts.calls.runtime is None:
+            self._parts.late.expect_gradients(source)
         else:
-            load_gradients(source, self._share.holdings)
+            load_gradients(source, self._parts.share.holdings)
 
     # As a whole
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        assert self._module is not None
-        self._delayed.refuse_saving()
-        if self._share is not None:
-            with self.views.put_aside():
-                return self._share.full_state_dict()
-        return self._module.state_dict() if self.mesh.rank == 0 else {}
+        assert self._parts.module is not None
+        self._parts.delayed.refuse_saving()
+        if self._parts.share is not None:
+            with self._parts.views.put_aside():
+                return self._parts.share.full_state_dict()
+        return self._parts.module.state_dict() if self._parts.mesh.rank == 0 else {}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        if optimizer in self._late.optimizers:
-            return self._late.whole(optimizer) if self.mesh.rank == 0 else {}
-        if self._share is None:
-            return optimizer.state_dict() if self.mesh.rank == 0 else {}
-        with self.views.put_aside():
-            return optimizer_state_dict(self._share.holdings, optimizer)
+        if optimizer in self._parts.late.optimizers:
+            return self._parts.late.whole(optimizer) if self._parts.mesh.rank == 0 else {}
+        if self._parts.share is None:
+            return optimizer.state_dict() if self._parts.mesh.rank == 0 else {}
+        with self._parts.views.put_aside():
+            return optimizer_state_dict(self._parts.share.holdings, optimizer)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients that the next steps will add to, whole on global rank 0; ``{}`` elsewhere. Collective.
 
         They are summed up over ranks first; see :meth:`held_state`.
         """
-        if self._share is None:
+        if self._parts.share is None:
             return {}
-        self.reduce_gradients()
-        with self.views.put_aside():
-            return gradients(self._share.holdings)
+        self._parts.reduce_gradients()
+        with self._parts.views.put_aside():
+            return gradients(self._parts.share.holdings)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
-        if self._share is None:
-            assert self._module is not None
-            self._module.load_state_dict(state_dict, strict=strict)
+        if self._parts.share is None:
+            assert self._parts.module is not None
+            self._parts.module.load_state_dict(state_dict, strict=strict)
         else:
-            with self.views.put_aside():
-                self._share.load_state_dict(state_dict, strict=strict)
+            with self._parts.views.put_aside():
+                self._parts.share.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share, from the first step on."""
@@ -215,9 +200,13 @@ class SavedState:
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
-        return {"seed": self._seed, "num_steps": self._num_steps, "num_evaluations": self._num_evaluations}
+        return {
+            "seed": self._parts.seed,
+            "num_steps": self._parts.num_steps,
+            "num_evaluations": self._parts.num_evaluations,
+        }
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue the random streams of another run."""
-        self._seed, self._num_steps = state["seed"], state["num_steps"]
-        self._num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none
+        self._parts.seed, self._parts.num_steps = state["seed"], state["num_steps"]
+        self._parts.num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none

@@ -25,9 +25,8 @@ from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.prediction import Callee, ValueNeededError
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.model.trace.undo_attributes import attributes_restored, refill, tensors_restored
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.glue_parameters import GlueUses
@@ -266,15 +265,13 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
     # Those of other stages, where the module is spread already, cannot change here.
     present = [b for owner in module.modules() for b in owner._buffers.values() if b is not None and home_of(b) is None]
     buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in present]
-    collected = [(container, container.copy()) for _, container in collectors()]
+    collected = [container for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     inside = [part for unit in units for part in unit.module.modules()]
     held = [value for part in module.modules() for value in vars(part).values()]
     with (
         iterators_rewound(map(vars, module.modules())),
-        attributes_restored(module.modules()),
-        objects_restored(held),
-        tensors_restored(inside),
+        Snapshot(modules=module.modules(), objects=held, tensors_of=inside, containers=collected),
         redirect_stdout(io.StringIO()),
     ):
         try:
@@ -282,8 +279,6 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
         finally:
             for parameter, requires_grad in switches:
                 parameter.requires_grad_(requires_grad)
-            for container, contents in collected:
-                refill(container, contents)
             with torch.no_grad():
                 for buffer, version, value in buffers:
                     # Replicas agree on a buffer whose version goes up, so one that has not changed keeps its version.

@@ -39,10 +39,9 @@ from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.parallelize import FirstStep, Parallelizer
-from smp_strategy.engine.pending_state import PendingState
+from smp_strategy.engine.parts import EngineParts
 from smp_strategy.engine.run_step import run_step
 from smp_strategy.engine.step_results import EvalStep, TrainStep
-from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.rng import derive_seed
@@ -54,7 +53,6 @@ from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
-from smp_strategy.precision.mixed_precision import MixedPrecision
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
 __all__ = ["Engine"]
@@ -64,7 +62,7 @@ EVALUATION = 1
 
 
 @final
-class Engine(SavedState, Inspection):
+class Engine:
     """Runs a module under the layout that a configuration asks for. One engine serves one module.
 
     Args:
@@ -75,8 +73,9 @@ class Engine(SavedState, Inspection):
 
     Attributes:
         device: where this rank computes.
+        saved: saves and loads the state of the module, of optimizers, and of the engine.
+        inspection: the partition explained, timelines, memory.
         manual: what the code of a :meth:`manual_step` can ask for.
-        views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
         known: what the data loader says of the samples in the batch of the next step.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
@@ -92,27 +91,20 @@ class Engine(SavedState, Inspection):
         timeout: timedelta | None = None,
     ) -> None:
         self.config = config
-        self._timeout = timeout
-        self._report = report
         self.device = chosen(device)
-        self._module: nn.Module | None = None
-        self._optimizers: Sequence[Optimizer] = ()
+        self._parts = EngineParts(config, self.device, timeout)
+        self._calls = self._parts.calls
+        self.saved = SavedState(self._parts)
+        self.inspection = Inspection(self._parts)
+        self._report = report
         self._units: list[Unit] = []
         self._placed_by_hand: Mapping[str, int] = {}
-        self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._without_masters: Mapping[str, nn.Parameter] = {}
-        self._calls = UnitCalls(MixedPrecision.asked_for(config, self.device.type))
         self.manual = ManualSteps(self._calls)
-        self._layout: Parallelizer | None = None
-        self._share: LocalModel | None = None
-        self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.gradients_are_seen = False
-        self._late = PendingState()
-        self._recorded: Recorded | None = None
-        self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
     # Setting up
@@ -120,19 +112,17 @@ class Engine(SavedState, Inspection):
     @property
     def mesh(self) -> ProcessMesh:
         """This rank's place among the ranks; exists once a module is attached."""
-        if self._mesh is None:
-            raise SMPError("The process mesh does not exist before a module is attached to the engine.")
-        return self._mesh
+        return self._parts.mesh
 
     @property
     def module(self) -> nn.Module | None:
         """What is attached, or was, until the engine is closed."""
-        return self._module
+        return self._parts.module
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """What trains it."""
-        return self._optimizers
+        return self._parts.optimizers
 
     @property
     def is_attached(self) -> bool:
@@ -142,14 +132,12 @@ class Engine(SavedState, Inspection):
     @property
     def layout(self) -> Parallelizer:
         """Which rank gets what; exists once a module is attached."""
-        if self._layout is None:
-            raise SMPError("The layout does not exist before a module is attached to the engine.")
-        return self._layout
+        return self._parts.layout
 
     @property
     def partition(self) -> Partition | None:
         """Which unit goes to which stage, once it is decided."""
-        return None if self._layout is None else self._layout.partition
+        return self._parts.partition
 
     @property
     def costs(self) -> Costs:
@@ -159,9 +147,7 @@ class Engine(SavedState, Inspection):
     @property
     def share(self) -> LocalModel:
         """What this rank holds of the module; exists from the first step on."""
-        if self._share is None:
-            raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
-        return self._share
+        return self._parts.spread
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
@@ -178,9 +164,9 @@ class Engine(SavedState, Inspection):
             ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
             SMPError: the engine already serves another module.
         """
-        if self._module is not None and not self.serves(module):
+        if self._parts.module is not None and not self.serves(module):
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
-        self._optimizers = optimizers
+        self._parts.optimizers = optimizers
         self._keep_shared = keep_shared
         self._without_masters = parameters_without_masters(module, self.config)
         if optimizers:
@@ -191,23 +177,23 @@ class Engine(SavedState, Inspection):
         if self.config.fp16_params:
             halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
-        if self._module is None:
+        if self._parts.module is None:
             shape = choose_shape(self.config, module, self._report)
             measuring_device(self.config, self.device)
-            self._module = module
-            self._mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._timeout)
+            self._parts.module = module
+            self._parts.known_mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
             self._units = choose_placed_units(self.config, module, shape.pp)
             given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
-            self._seed = seed
-            self._delayed = DelayedModule(module, seed, self.device)
-            self._layout = Parallelizer(
+            self._parts.seed = seed
+            self._parts.delayed = DelayedModule(module, seed, self.device)
+            self._parts.known_layout = Parallelizer(
                 self.config,
                 module,
                 self._units,
-                self._mesh,
+                self._parts.known_mesh,
                 calls=self._calls,
-                delayed=self._delayed,
+                delayed=self._parts.delayed,
                 given=given,
                 report=self._report,
             )
@@ -216,7 +202,7 @@ class Engine(SavedState, Inspection):
 
     def serves(self, module: nn.Module) -> bool:
         """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
-        if self._module is not module or placed_modules(module) != self._placed_by_hand:
+        if self._parts.module is not module or placed_modules(module) != self._placed_by_hand:
             return False
         units = choose_placed_units(self.config, module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
@@ -231,19 +217,24 @@ class Engine(SavedState, Inspection):
             failed: the other ranks may not come here; the module stays as it is.
         """
         self._calls.give_back()
-        self._late.give_optimizers()
-        if not failed and self._share is not None:
-            self._share.restore(self.config.restore_module)
+        self._parts.late.give_optimizers()
+        if not failed and self._parts.share is not None:
+            self._parts.share.restore(self.config.restore_module)
 
     @property
     def is_spread(self) -> bool:
         """Whether ranks lack values of the module."""
-        return self._share is not None and self._share.whole_on != "all"
+        return self._parts.is_spread
+
+    @property
+    def views(self) -> Views:
+        """What hooks that run just now see."""
+        return self._parts.views
 
     def restore_everywhere(self) -> None:
         """Give every rank the whole module, whatever the options say. Collective."""
-        if self._share is not None:
-            self._share.restore("all")
+        if self._parts.share is not None:
+            self._parts.share.restore("all")
 
     # The first step
 
@@ -251,7 +242,7 @@ class Engine(SavedState, Inspection):
         self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> None:
         """Before every step: spread the module if it is whole, and look at each new kind of step."""
-        assert self._module is not None
+        assert self._parts.module is not None
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
         if kind in ("train", "manual"):
@@ -263,13 +254,13 @@ class Engine(SavedState, Inspection):
             self._calls.halves.refresh()
         if self._calls.runtime is None:
             self._spread(FirstStep(kind, step, microbatches, loss_of))
-        needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        needs_look = self._parts.module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
         new = FirstStep(kind, step, microbatches)
         if was_surveyed and is_new and needs_look:
             self.share.settle()
-            self.layout.look(new, self._optimizers)
+            self.layout.look(new, self._parts.optimizers)
         if is_new:
-            self.layout.rehearse(new, self._optimizers, self._keep_shared)
+            self.layout.rehearse(new, self._parts.optimizers, self._keep_shared)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
         """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first
@@ -279,22 +270,22 @@ class Engine(SavedState, Inspection):
             self._prepare(*first)
         else:
             self.share.settle()
-            self.layout.look(first, self._optimizers)
+            self.layout.look(first, self._parts.optimizers)
 
     def _spread(self, first: FirstStep) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
-        assert self._module is not None
+        assert self._parts.module is not None
         layout = self.layout
         copies = list(self.copies())  # while they look like the module
-        layout.decide(first, self._optimizers)
+        layout.decide(first, self._parts.optimizers)
         if copies:
-            self._late.give_whole(self._delayed)
-        share = self._share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
-        share.take_optimizers(self._optimizers)
-        self._late.load(share.holdings)
+            self._parts.late.give_whole(self._parts.delayed)
+        share = self._parts.share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
+        share.take_optimizers(self._parts.optimizers)
+        self._parts.late.load(share.holdings)
         self.manual.begin(share.parameters, share.reduction, share.sharded)
-        transport = layout.transport(self._timeout)
-        share.show_in(self.views, transport, lambda: self._optimizers)
+        transport = layout.transport(self._parts.timeout)
+        share.show_in(self.views, transport, lambda: self._parts.optimizers)
         if self._calls.halves is not None:
             self._calls.halves.keep(share.whole_parameters)
         self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
@@ -347,8 +338,8 @@ class Engine(SavedState, Inspection):
     ) -> Job:
         total = sum(sizes) or 1
         self.layout.report_batch(total)
-        self._num_steps += 1
-        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
+        self._parts.num_steps += 1
+        seed = derive_seed(self._parts.seed, self.mesh.dp_rank, self._parts.num_steps)
         return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
@@ -363,8 +354,10 @@ class Engine(SavedState, Inspection):
         microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
         step = self._in_precision(step)
         self._prepare(kind, step, microbatches)
-        self._num_evaluations += 1
-        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
+        self._parts.num_evaluations += 1
+        seed = derive_seed(
+            self._parts.seed, self.mesh.dp_rank, self._parts.num_steps, EVALUATION, self._parts.num_evaluations
+        )
         with self.share.evaluating():
             run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
@@ -401,7 +394,7 @@ class Engine(SavedState, Inspection):
         assert self._calls.runtime is not None
         run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
         if kind == "train" and plan is not None:
-            self._recorded = Recorded(self._num_steps, plan, recording)
+            self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
         return run
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
@@ -427,9 +420,7 @@ class Engine(SavedState, Inspection):
 
         Steps can be told to do so themselves (:meth:`TrainStep.commit`).
         """
-        if self._share is not None:
-            with self.views.put_aside():
-                self._share.reduction.reduce()
+        self._parts.reduce_gradients()
 
     def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
         """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
@@ -441,23 +432,23 @@ class Engine(SavedState, Inspection):
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
-        if self._share is not None:
-            self._share.begin_update(optimizer)
+        if self._parts.share is not None:
+            self._parts.share.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
-        if self._share is not None:
-            self._share.end_update(optimizer)
+        if self._parts.share is not None:
+            self._parts.share.end_update(optimizer)
         if self._calls.halves is not None:
             self._calls.halves.refresh()
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
         """In here ``optimizer`` changes weights, but takes no step: it sees those that it updates. Collective."""
-        if self._share is None:
+        if self._parts.share is None:
             yield
             return
-        with self.views.put_aside(), self._share.changing_weights(optimizer):
+        with self.views.put_aside(), self._parts.share.changing_weights(optimizer):
             yield
         if self._calls.halves is not None:
             self._calls.halves.refresh()
@@ -496,11 +487,11 @@ class Engine(SavedState, Inspection):
         """End the engine's threads and let go of its process groups; the module stays as it is."""
         attached.forget(self)
         self._calls.close()
-        self.manual, self.views = ManualSteps(self._calls), Views()  # the last ones know the groups
-        if self._share is not None:
-            self._share.close()
-        self._share = None
-        if self._layout is not None:
-            self._layout.close()
-        if self._mesh is not None:
-            self._mesh.close()
+        self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups
+        if self._parts.share is not None:
+            self._parts.share.close()
+        self._parts.share = None
+        if self._parts.known_layout is not None:
+            self._parts.known_layout.close()
+        if self._parts.known_mesh is not None:
+            self._parts.known_mesh.close()

@@ -27,7 +27,7 @@ from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.model.meta_tensors import zero_values
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.model.trace.undo_attributes import attributes_restored
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import find_costs
 from smp_strategy.planning.partition.partition import Partition
@@ -173,7 +173,7 @@ def _run(
     without_values = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
     if without_values:
         # Nothing is computed there. What fails looks at values, or has some elsewhere, and does better with zeros.
-        with suppress(Exception), torch.device("meta"), attributes_restored(module.modules()):
+        with suppress(Exception), torch.device("meta"), Snapshot(modules=module.modules()):
             step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
             return
     surroundings.calls.intercept(surroundings.units)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.selection import choose
 from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.carried_state import Rehearsals
@@ -448,7 +448,7 @@ class Parallelizer:
         return activations
 
     def _offload(self) -> Offload:
-        copies = copies_of(self._delayed.device)
+        copies = HostCopies(self._delayed.device)
         if not any(treatment.offload for treatment in self.treatments.values()):
             return Offload(copies)
         return Offload(

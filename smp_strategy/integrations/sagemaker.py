@@ -95,7 +95,7 @@ def save_checkpoint(
     if partial:
         _save_partial(engine, optimizers, folder, user_content)
     else:
-        state = engine.full_state_dict()
+        state = engine.saved.full_state_dict()
         with alike(doing):
             if engine.mesh.rank == 0:
                 _save_full(state, folder, user_content)
@@ -159,20 +159,20 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
             return _load_full(engine, folder, translate_function, strict=strict)
         stored = CheckpointReader.open(folder.partial)
         rest = stored.rest()
-        engine.load_stored(stored, strict=strict)
+        engine.saved.load_stored(stored, strict=strict)
         for number, each in enumerate(optimizers if load_optimizer else ()):
             source = stored if load_sharded_optimizer_state else _WithoutState(stored)
-            engine.load_stored_optimizer(source, number, each)
+            engine.saved.load_stored_optimizer(source, number, each)
         if _ENGINE in rest:
-            engine.load_state(rest[_ENGINE])
+            engine.saved.load_state(rest[_ENGINE])
         return rest.get(_CONTENT)
 
 
 def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: TaggedFolder, content: Any) -> None:
     if engine not in _WRITERS:
         _WRITERS[engine] = ShardedWriter(lambda mesh=engine.mesh: mesh.saving_group("calls"))  # type: ignore[misc]
-    prepared = _WRITERS[engine].prepare(engine.held_state(optimizers), copy=False)
-    own = engine.state_dict()
+    prepared = _WRITERS[engine].prepare(engine.saved.held_state(optimizers), copy=False)
+    own = engine.saved.state_dict()
     rest = {_ENGINE: own, _CONTENT: content}
     note = {"layout": engine.mesh.shape.degrees, "global_step": own["num_steps"], "tag": folder.tag}
     prepared.write(folder.partial, rest=rest, note=note)
@@ -197,7 +197,7 @@ def _load_full(
         state = state["state_dict"]
     if translate is not None:
         state = translate(dict(state))
-    engine.load_stored(WholeState({f"state_dict.{name}": value for name, value in state.items()}), strict=strict)
+    engine.saved.load_stored(WholeState({f"state_dict.{name}": value for name, value in state.items()}), strict=strict)
     return read_full(folder.content)[_CONTENT] if folder.content.exists() else None
 
 

@@ -1,1 +1,16 @@
-"""The user's module: units, annotations, ownership of parameters, initial values."""
+"""The user's model: units, ownership, guarded tensors, batches, random streams and initial values; traces of calls.
+
+In reading order:
+
+* ``units.py``: partition a module into units, the smallest parts that a stage can hold.
+* ``annotations.py``: ``set_partition`` and ``partition``, the user's marks on modules.
+* ``ownership.py``: which stages hold which parameters and buffers; frees the others.
+* ``guarded_tensors.py``: tensors of other stages: metadata is answered, values are refused or fetched.
+* ``patching.py``: temporary replacement of methods of single modules.
+* ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.
+* ``rng.py``: seeds and random streams that do not depend on the layout.
+* ``meta_tensors.py``: leave the meta device in place, with the identity of each tensor kept.
+* ``initial_values.py``: layout-independent initialisation of models that were built on the meta device.
+* ``weight_gradient_formula.py``: marks autograd Functions whose weight gradient can be deferred.
+* ``trace/``: dry runs of calls on fake tensors: results by metadata, costs, side effects.
+"""

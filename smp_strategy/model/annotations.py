@@ -1,22 +1,16 @@
-"""Notes that the user leaves on modules while a model is built: a stage, whether to split it.
+"""User annotations on modules: pipeline stage (manual partition), tensor-parallel choice.
 
-A note is an attribute of the module, so copies keep it. It is left on a module and everything that it holds now, or on
-every module that is created in a context. What is noted later replaces what was noted before, so contexts may be
-nested: the innermost wins.
-
-Stages that the user gives to modules by hand.
-
-Nothing is known of units or stages while a model is built, so a stage is only noted: as an attribute of the module.
-There are two ways to do so, with the names that SageMaker gives them::
+An annotation is an attribute of the module, so copies keep it. Units and stages do not exist yet while a model is
+built. A stage is annotated in two ways, with the names that SageMaker gives them::
 
     smp_strategy.set_partition(model.head, 1)      # a module and everything in it now
 
     with smp_strategy.partition(0):                # every module that is created in here
         self.encoder = Encoder()
 
-The later note replaces the earlier one, so contexts may be nested and single layers placed after the whole. A module
-without a note follows the one that holds it. Copies of a module keep its note. What becomes of the notes is decided
-when the pipeline is set up (:mod:`smp_strategy.engine.given_partition`).
+A later annotation replaces an earlier one, so contexts may be nested (the innermost wins) and single layers placed
+after the whole. A module without one follows the module that holds it. The setup of the pipeline evaluates them
+(:mod:`smp_strategy.engine.given_partition`).
 """
 
 import functools
@@ -37,34 +31,34 @@ Note = TypeVar("Note")
 
 @final
 class ModuleNotes(Generic[Note]):
-    """Notes about one subject.
+    """Annotations of one kind, such as stages.
 
     Args:
-        attribute: of modules that have a note.
+        attribute: Name of the module attribute that holds the annotation.
     """
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
         self._watches = f"{attribute}_watches"
-        # For modules that are being created, per thread and per asynchronous task.
+        # A context variable: threads and asynchronous tasks create modules independently.
         self._current: ContextVar[Note | None] = ContextVar(attribute, default=None)
 
     def of(self, module: nn.Module) -> Note | None:
-        """The note on ``module`` itself."""
+        """Annotation on ``module`` itself."""
         return vars(module).get(self._attribute)
 
     def leave_on(self, module: nn.Module, note: Note) -> None:
-        """Leave ``note`` on ``module`` and everything that it holds now."""
+        """Annotate ``module`` and everything that it holds now."""
         for part in module.modules():
             self.leave_on_alone(part, note)
 
     def leave_on_alone(self, module: nn.Module, note: Note) -> None:
-        """Leave ``note`` on ``module``, and on nothing that it holds."""
+        """Annotate ``module`` alone, without its submodules."""
         vars(module)[self._attribute] = note
 
     @contextmanager
     def on_new(self, note: Note) -> Iterator[None]:
-        """Leave ``note`` on all modules that are created inside."""
+        """Annotate all modules that are created inside."""
         self._watch_creation()
         before = self._current.set(note)
         try:
@@ -73,7 +67,7 @@ class ModuleNotes(Generic[Note]):
             self._current.reset(before)
 
     def _watch_creation(self) -> None:
-        """Have every new module ask for the note of the context that it is created in.
+        """Wrap ``nn.Module.__init__`` so that every new module takes the annotation of its context.
 
         Classes of all kinds have only ``nn.Module.__init__`` in common. It stays wrapped: threads may leave their
         contexts in any order, and outside of a context the wrapper does nothing.
@@ -101,7 +95,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def set_partition(module: Module, stage: int) -> Module:
     """Place ``module``, and everything that it holds now, on a pipeline stage; returns ``module``.
 
-    It takes effect with ``auto_partition=False``. What is placed later wins, whichever way.
+    It takes effect with ``auto_partition=False``. A later placement wins, in either way.
 
     Raises:
         ConfigError: ``stage`` is no stage number, or the module has no parameters and so runs where its input is.
@@ -129,7 +123,7 @@ def partition(stage: int) -> AbstractContextManager[None]:
 
 
 def placed_modules(root: nn.Module) -> dict[str, int]:
-    """Noted stages of modules in ``root``, under every name that they have there."""
+    """Annotated stages of modules in ``root``, under every name that they have there."""
     noted = ((name, _STAGES.of(module)) for name, module in root.named_modules(remove_duplicate=False))
     return {name: stage for name, stage in noted if stage is not None}
 

@@ -1,18 +1,10 @@
-"""Parameters and buffers that live on certain stages.
+"""Guarded tensors: parameters and buffers of other stages, which have metadata here but no values.
 
 After the partition a rank has values for the units of its own stage only. The parameters of other stages keep their
-identity (optimizers, schedulers and hooks refer to them), but whatever computes with one of them here, be it a hook
+identity (optimizers, schedulers and hooks refer to them), but code that computes with one of them here, such as a hook
 that clamps weights or ``torch.save(model.state_dict())``, must never get a plausible number.
 
-So such a tensor changes its class, as PyTorch's own uninitialised parameters do: it is backed by a single element, and
-every operation on it arrives in ``__torch_function__`` here. Questions of metadata are answered. For the rest there
-are two cases:
-
-* while a hook of the user runs, tensors that *are* here change their class, too, and operations go to the view of
-  that hook (:mod:`smp_strategy.engine.hooks.cross_stage`), which carries them out where the values are;
-* otherwise they are refused with the name, the stage and the remedy.
-
-When the values come back, the tensor gets its class back and is an ordinary one again.
+So its class is exchanged, as for PyTorch's own uninitialised parameters: see [Note: guarded parameters] below.
 """
 
 from collections.abc import Callable
@@ -40,10 +32,21 @@ __all__ = [
     "name_of",
 ]
 
-# A context in which the memory behind such tensors can be touched, for what sorts them out by itself.
+# [Note: guarded parameters]
+# A guarded tensor has a subclass of its own, is backed by a single element, and receives every operation on it in
+# `__torch_function__`. Questions of metadata are answered. All other operations are
+#
+# * carried out where the values are, while a hook of the user runs: then tensors that *are* here change their class,
+#   too, and their operations go to the view of that hook (`engine/hooks/cross_stage.py`);
+# * refused with the name, the stage and the remedy at any other time.
+#
+# When the values come back, the tensor gets its class back and is an ordinary one again. The object is the same all the
+# time; only its class and its `data` change.
+
+# Context in which operations reach the memory behind guarded tensors, for code that tells them apart itself.
 in_plain_sight: Any = torch._C.DisableTorchFunctionSubclass
 
-# Where a tensor's home is noted on the tensor itself.
+# Attribute of a guarded tensor that holds its `HomeStages`.
 _HOME = "_smp_home"
 
 
@@ -57,17 +60,17 @@ def _accessors(*names: str) -> frozenset[Any]:
 
 
 GRADIENT = _accessors("grad")
-_GRAD: Any = Tensor.grad  # which is a descriptor
+_GRAD: Any = Tensor.grad  # a descriptor
 _get_grad = _GRAD.__get__
-# Which parameters are meant is all that they want to know.
+# Operations that use their arguments only to identify parameters.
 BY_IDENTITY: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-# What neither needs the values nor gives them away: the state of autograd and bookkeeping of optimizers.
+# Operations that neither need nor reveal values: the state of autograd and bookkeeping of optimizers.
 HARMLESS = METADATA | _accessors(
     *("requires_grad", "requires_grad_", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_version"),
     *("_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "is_shared"),
     *("register_post_accumulate_grad_hook", "untyped_storage", "__hash__", "__dir__", "grad_dtype"),
 )
-# Questions about how much there is.
+# Operations that return sizes, which are those of a part while a parameter is sharded.
 SIZES = frozenset({torch.numel}) | _accessors(
     *("shape", "nbytes", "size", "stride", "numel", "nelement", "is_contiguous", "is_same_size", "__len__"),
     *("untyped_storage", "storage_offset"),
@@ -77,12 +80,12 @@ SIZES = frozenset({torch.numel}) | _accessors(
 @final
 @dataclass
 class HookAccess:
-    """Who answers for the values of all stages just now.
+    """Handlers of operations on guarded tensors, exchanged as hooks of the user begin and end.
 
     Attributes:
-        call: carries out an operation on such tensors where their values are; ``None`` where nobody can.
-        copy: makes an independent tensor with the same home; goes with ``call``.
-        make_whole: called before questions about sizes are answered, where sizes are those of parts.
+        call: Carries out an operation where the values are; ``None``: operations are refused.
+        copy: Makes an independent tensor with the same home; set together with ``call``.
+        make_whole: Called before a size is returned, where sizes are those of shards.
     """
 
     call: Callable[[Any, Any, Any], Any] | None = None
@@ -93,18 +96,18 @@ class HookAccess:
 @final
 @dataclass(frozen=True, kw_only=True)
 class HomeStages:
-    """Where a tensor lives, seen from one rank."""
+    """Placement of a tensor, seen from one rank."""
 
     name: str
     """Qualified name in the module."""
     holders: frozenset[int]
-    """The stages that have its values."""
+    """Stages that have its values."""
     stage: int
-    """The stage of this rank."""
+    """Stage of this rank."""
     kind: type[Tensor]
-    """Its class when it is an ordinary tensor."""
+    """Class of the ordinary tensor."""
     stride: tuple[int, ...]
-    """Its memory layout where the values are."""
+    """Memory layout where the values are."""
     sight: HookAccess
     """Shared by all tensors of a module."""
 
@@ -114,7 +117,7 @@ class HomeStages:
         return self.stage in self.holders
 
     def refuse(self, operation: str) -> UnsupportedError:
-        """The error for an operation that needs the values."""
+        """Error for an operation that needs the values."""
         stages = " and ".join(str(stage) for stage in sorted(self.holders))
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
@@ -126,9 +129,9 @@ class HomeStages:
 
 
 class StageTensor(Tensor):
-    """A buffer, or any other tensor, that lives on certain stages. See the module docstring."""
+    """A guarded buffer, or any other guarded tensor that is no parameter; see [Note: guarded parameters]."""
 
-    # Placed tensors leave operations that involve such a tensor to this class.
+    # Placed tensors leave operations that involve a guarded tensor to this class.
     has_home = True
 
     @classmethod
@@ -148,7 +151,7 @@ class StageTensor(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """Optimizers ask for it twice per step, of all parameters: where nobody else answers, this is short."""
+        """Its gradient. A short path, since optimizers ask for it twice per step, of all parameters."""
         home: HomeStages = vars(self)[_HOME]
         if home.sight.call is not None:
             return _get_grad(self)
@@ -181,7 +184,8 @@ class StageTensor(Tensor):
 
     @staticmethod
     def send_away(tensor: Tensor, home: HomeStages) -> None:
-        """Free the memory of ``tensor`` and let it stand for what others have."""
+        """Free the memory of ``tensor`` and guard it."""
+        # NaN where possible: code that gets past the guard must not compute with a plausible number.
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         one = torch.full((1,) * tensor.ndim, fill, dtype=tensor.dtype, device=tensor.device)
         tensor.data = one.expand(tensor.shape)
@@ -190,7 +194,7 @@ class StageTensor(Tensor):
 
     @staticmethod
     def resize(tensor: Tensor, shape: torch.Size) -> None:
-        """Let ``tensor``, which was sent away, stand for something of another ``shape``."""
+        """Change the shape of ``tensor``, which was sent away."""
         with in_plain_sight():
             tensor.data = tensor.data[(slice(1),) * tensor.ndim].expand(shape)
         stride = torch.empty(shape, device="meta").stride()
@@ -204,22 +208,22 @@ class StageTensor(Tensor):
 
     @staticmethod
     def watch(tensor: Tensor, home: HomeStages) -> None:
-        """Let operations on ``tensor`` arrive here."""
+        """Guard ``tensor``: operations on it arrive in ``__torch_function__``."""
         setattr(tensor, _HOME, home)
         tensor.__class__ = StageParameter if isinstance(tensor, nn.Parameter) else StageTensor
 
     @staticmethod
     def unwatch(tensor: Tensor) -> None:
-        """Let operations on ``tensor`` go their usual way."""
+        """End the guard of ``tensor``."""
         tensor.__class__ = vars(tensor).pop(_HOME).kind
 
 
 class StageParameter(StageTensor, nn.Parameter):
-    """A parameter that lives on certain stages."""
+    """A guarded parameter; see [Note: guarded parameters]."""
 
 
 def home_of(tensor: Any) -> HomeStages | None:
-    """Where ``tensor`` lives, if operations on it arrive here."""
+    """Placement of ``tensor``; ``None``: it is not guarded."""
     return _home(tensor) if isinstance(tensor, StageTensor) else None
 
 
@@ -236,6 +240,6 @@ def _home(tensor: StageTensor) -> HomeStages:
 
 
 def name_of(func: Any) -> str:
-    """What the user calls the operation that arrives in ``__torch_function__``."""
+    """The user's name for an operation that arrives in ``__torch_function__``."""
     name = getattr(func, "__name__", str(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name

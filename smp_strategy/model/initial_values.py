@@ -1,23 +1,23 @@
-"""Initial values from what modules bring along, for any part of a model, the same whichever parts there are.
+"""Deferred initialisation of meta-device models, with values that do not depend on the layout.
 
-A module that was built on the meta device knows how its tensors are to be initialised, though its constructor has
-returned. In the order in which constructors would have done it, inner modules first:
+A module that was built on the meta device still has its initialisers, though its constructor has returned. They are
+called in the order of constructors, inner modules first:
 
 1. ``reset_parameters()`` (or ``_reset_parameters()``) of every module that has one, as PyTorch's own layers do;
 2. ``_init_weights(module)`` of the nearest enclosing model that has such a method (those of Hugging Face, and many
    others), for every module. It also fills computed buffers of such models: rotary tables, position numbers.
 
-Which tensors get their values together differs from layout to layout, but their values must not. So each module's own
-tensors are filled by themselves: all initialisers that may reach them, its own and those of the modules around it (a
-container that scales the weights of its blocks), run with a random stream that begins at the run's seed and the
-module's name, and meanwhile all other tensors are on the meta device, where nothing can happen to them. A tied tensor
-belongs to the module that is registered first.
+The set of tensors that a rank fills differs between layouts, but their values must not. So each module's own tensors
+are filled apart from all others: every initialiser that may reach them, its own and those of the modules around it (a
+container that scales the weights of its blocks), runs with a random stream seeded by the run's seed and the module's
+name, while all other tensors are on the meta device, where nothing can happen to them. A tied tensor belongs to the
+module that is registered first.
 
-Where layers have been split since, tensors are parts by now. Initialisers still see whole layers: a whole tensor is
-filled for a moment, and its part is kept.
+In layers that have been split, tensors are parts already. Initialisers still see whole layers: a whole tensor is filled
+for a moment, and its part is kept.
 
-That all tensors will be filled is known before any has memory: in a rehearsal everything is on the meta device, and
-each operation is looked at to learn what it changes.
+A rehearsal finds out which tensors will be filled, before any has memory: everything is on the meta device, and a
+dispatch mode records the tensors that each operation changes.
 """
 
 import inspect
@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.meta_tensors import has_unset, unset
 from smp_strategy.model.rng import begin_at, derive_seed, seeded
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import storage_of
-from smp_strategy.model.trace.undo_attributes import attributes_restored
 
 __all__ = ["Initialisers", "TensorSlot", "InitializerTrace", "places_of"]
 
@@ -45,13 +45,14 @@ __all__ = ["Initialisers", "TensorSlot", "InitializerTrace", "places_of"]
 @final
 @dataclass(frozen=True, eq=False)
 class TensorSlot:
-    """Where a tensor is registered."""
+    """Place where a tensor is registered."""
 
     owner: str
     """Qualified name of the module."""
     tensors: dict[str, Any]
-    """The module's parameters or buffers."""
+    """Dict of the module's parameters or buffers."""
     key: str
+    """Key in that dict."""
 
     @property
     def name(self) -> str:
@@ -60,7 +61,7 @@ class TensorSlot:
 
 
 def places_of(root: nn.Module) -> dict[Tensor, list[TensorSlot]]:
-    """Every parameter and buffer of ``root`` in order of registration, with all the places of tied ones."""
+    """Every parameter and buffer of ``root`` in order of registration, with all its slots (tied ones have several)."""
     found: dict[Tensor, list[TensorSlot]] = {}
     for owner, module in root.named_modules():
         for tensors in _registered(module):
@@ -82,17 +83,17 @@ class _Entry:
     reset: Callable[[], Any] | None
     """Its own initialiser."""
     model: nn.Module | None
-    """The nearest one around it that initialises modules."""
+    """Nearest enclosing model that has ``_init_weights``."""
 
 
 @final
 class Initialisers:
-    """What gives the tensors of a module their values.
+    """Initialisers of a module and its submodules.
 
     Args:
-        root: the whole module.
-        seed: the same on all ranks.
-        device: where values are made.
+        root: Whole module.
+        seed: Seed of the run, the same on all ranks.
+        device: Device of the values.
     """
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
@@ -101,21 +102,21 @@ class Initialisers:
         self._seed = seed
         self._device = device
         self._places = places_of(root)
-        # Where a tensor stands when it is filled: of several places the first that is known to be.
+        # Slot in which a tensor is filled: of several the first that the rehearsal saw filled.
         self._filled_at = {tensor: places[0] for tensor, places in self._places.items()}
         self._stand_ins = {tensor: _on_meta(tensor) for tensor in self._places}
         self._filled_by: dict[str, list[Tensor]] = {}
 
     def rehearse(self) -> "InitializerTrace":
-        """Let all initialisers run on the meta device.
+        """Run all initialisers on the meta device.
 
         Raises:
             UnsupportedError: an initialiser fails.
         """
         own, by_models = _Changes(), _Changes()
         filled: dict[Tensor, int] = {}
-        with self._shapes_only(), attributes_restored(self._modules):
-            # One for each place, which shows where a tied tensor is filled.
+        with self._shapes_only(), Snapshot(modules=self._modules):
+            # One for each slot, which shows in which of them a tied tensor is filled.
             stand_ins = {place: _on_meta(tensor) for tensor, places in self._places.items() for place in places}
             for place, stand_in in stand_ins.items():
                 place.tensors[place.key] = stand_in
@@ -133,7 +134,7 @@ class Initialisers:
         return InitializerTrace(filled, self._passed_over(touched))
 
     def _passed_over(self, touched: set[TensorSlot]) -> list[str]:
-        """Parameters that are not on the meta device, though Hugging Face has taken them for it."""
+        """Names of parameters on a real device that Hugging Face has left uninitialised, as if on the meta device."""
         delayed = {
             self._entries[places[0].owner].model
             for tensor, places in self._places.items()
@@ -148,14 +149,14 @@ class Initialisers:
         ]
 
     def run(self, tensors: Collection[Tensor], take_part: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
-        """Let initialisers fill ``tensors``, and nothing else of the module; after :meth:`rehearse`.
+        """Fill ``tensors`` by the initialisers, and nothing else of the module; call after :meth:`rehearse`.
 
         Args:
-            tensors: which.
-            take_part: gives one that is a part by now its part of the whole, which is filled in its place.
+            tensors: Tensors to fill.
+            take_part: Copies a part of a whole tensor, the second argument, into a tensor that has been split.
 
         Returns:
-            Those that are not filled altogether.
+            Tensors that were not completely filled.
 
         Raises:
             UnsupportedError: an initialiser fails.
@@ -172,7 +173,10 @@ class Initialisers:
         return partial
 
     def _fill(self, owner: str, meant: set[Tensor]) -> dict[Tensor, Tensor]:
-        """Fill what ``owner`` has of ``meant``, whole; the rest is filled elsewhere, but draws from the same stream."""
+        """Fill the tensors in ``meant`` that ``owner`` has, whole.
+
+        Its other tensors are filled, too, because the same stream is drawn from, but thrown away.
+        """
         wholes = {tensor: self._whole(tensor, is_meant=tensor in meant) for tensor in self._filled_by[owner]}
         own = {whole: self._filled_at[tensor] for tensor, whole in wholes.items()}
         before = {place: place.tensors[place.key] for place in own.values()}
@@ -205,7 +209,7 @@ class Initialisers:
 
     @contextmanager
     def _shapes_only(self) -> Iterator[None]:
-        """In here the module has no values, but shapes, and what is drawn is not missing elsewhere."""
+        """Put all tensors of the module on the meta device, and restore the random generators afterwards."""
         tensors_of = [tensors for module in self._modules for tensors in _registered(module)]
         before = [(tensors, dict(tensors)) for tensors in tensors_of]
         for tensors, known in before:
@@ -224,10 +228,10 @@ class Initialisers:
 @final
 @dataclass(frozen=True)
 class InitializerTrace:
-    """What initialisers do."""
+    """Result of a rehearsal of the initialisers."""
 
     filled: dict[Tensor, int]
-    """The tensors on the meta device that they fill, and how often by their version counters."""
+    """Tensors on the meta device that they fill, and how often, by version counters."""
     passed_over: list[str]
     """Names of parameters that were made on a real device by a constructor that does not ask where (``torch.Tensor(n)``
     does not), of a Hugging Face model on the meta device, where such models initialise nothing."""
@@ -235,18 +239,18 @@ class InitializerTrace:
 
 @final
 class _Changes(TorchDispatchMode):
-    """Notes which memory operations change."""
+    """Records the storages that operations change."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed: set[int] = set()
 
     def include(self, tensor: Tensor, place: TensorSlot) -> bool:
-        """Whether an operation has changed it, or a view of it, or something else stands in its place now."""
+        """Whether an operation has changed ``tensor`` or a view of it, or another tensor is in its slot now."""
         return storage_of(tensor) in self._changed or place.tensors.get(place.key) is not tensor
 
     def note(self, tensor: Tensor) -> None:
-        """It is changed."""
+        """Record a change of ``tensor``."""
         self._changed.add(storage_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,8 +265,11 @@ class _Changes(TorchDispatchMode):
 
 @final
 class _AskedForMeta(TorchFunctionMode):
-    """Some of PyTorch's initialisers (``trunc_normal_``, ``orthogonal_`` ...) return at once where they are asked to
-    fill a tensor on the meta device. They ask it first whether it is on that device, which is noted as a change."""
+    """Records reads of ``is_meta`` in ``torch.nn.init`` as changes.
+
+    Some of PyTorch's initialisers (``trunc_normal_``, ``orthogonal_`` ...) return at once for a tensor on the meta
+    device, so no operation shows that they would fill it. The question for the device does.
+    """
 
     def __init__(self, changes: _Changes) -> None:
         super().__init__()
@@ -275,7 +282,7 @@ class _AskedForMeta(TorchFunctionMode):
 
 
 def _changed_arguments(func: Any) -> Iterator[tuple[int, str]]:
-    """Which arguments ``func`` changes in place, by position and name."""
+    """Positions and names of the arguments that ``func`` changes in place."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield number, argument.name
@@ -310,7 +317,7 @@ def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _num_needed(method: Any) -> int | None:
-    """How many arguments it must be given; ``None`` if it is no function."""
+    """Number of required arguments; ``None`` if ``method`` is no function."""
     if not callable(method):
         return None
     parameters = inspect.signature(method).parameters.values()
@@ -331,7 +338,7 @@ def _call(entry: _Entry, method: Callable[..., Any], *args: Any) -> None:
 
 
 def _take_over(tensor: Tensor, place: TensorSlot) -> None:
-    """Where an initialiser has registered a new tensor instead of filling ``tensor``, that gets its values."""
+    """Copy the values of a new tensor that an initialiser has registered instead of filling ``tensor``."""
     new = place.tensors.get(place.key)
     if new is tensor:
         return

@@ -1,8 +1,7 @@
-"""Tensors that leave the meta device and stay what they are.
+"""Materialise meta tensors in place: they get memory and keep identity, class, attributes and hooks.
 
-A tensor without memory cannot get some by an exchange of its ``data``, because the device is another one. But whoever
-has seen the tensor (an optimizer, a tied module, a recurrent layer with its weak references) must go on with the same
-object, with its class, attributes, hooks and ``requires_grad``.
+Assigning ``data`` cannot give memory to a meta tensor, because the device differs. Optimizers, tied modules and
+recurrent layers (by weak references) hold the object itself, so its implementation is swapped instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,29 +15,29 @@ __all__ = ["has_unset", "leave_meta", "ordinary", "unset", "without_memory", "ze
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """What is made in here is an ordinary tensor, also where the first step is one of evaluation."""
+    """Tensors made in here are no inference tensors, even if the first step is one of evaluation."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def leave_meta(tensor: Tensor, values: Tensor) -> None:
-    """Let ``tensor`` be ``values``, which nobody else has."""
+    """Give ``tensor`` the memory of ``values``, to which there must be no other reference."""
     values.requires_grad_(tensor.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(values, hooks, getattr(tensor, hooks))
-    # What `torch.utils.swap_tensors` does in the end. It exchanges class and attributes as well, and refuses tensors
-    # with weak references, which here shall go on standing for the same object.
+    # The last step of `torch.utils.swap_tensors`, which exchanges class and attributes as well, and refuses tensors
+    # with weak references. Here references, weak ones too, must keep meaning the same object.
     torch._C._swap_tensor_impl(tensor, values)
 
 
 def unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for ``tensor`` in which it can be seen what has not been filled."""
+    """Memory for ``tensor``, filled with NaN where the dtype has it, so that gaps can be found."""
     values = torch.empty_like(tensor, device=device, requires_grad=False)
     return values.fill_(torch.nan) if _can_be_nan(values) else values.zero_()
 
 
 def has_unset(tensor: Tensor) -> bool:
-    """Whether a part of it has not been filled, as far as can be seen."""
+    """Whether a part of ``tensor`` is still unset; ``False`` for dtypes without NaN."""
     # `amin` passes NaN on and needs no memory.
     return _can_be_nan(tensor) and tensor.numel() > 0 and bool(tensor.detach().amin().isnan())
 
@@ -56,7 +55,7 @@ def zero_values(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Non
     values = {}
     with ordinary():
         for tensor in tensors:
-            # Others may be changed in place.
+            # Buffers may be changed in place, so each element needs memory of its own.
             size = () if isinstance(tensor, nn.Parameter) else tensor.shape
             values[tensor] = torch.zeros(size, dtype=tensor.dtype, device=device).expand(tensor.shape)
             leave_meta(tensor, values[tensor])
@@ -65,7 +64,7 @@ def zero_values(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Non
     finally:
         with ordinary():
             for tensor, value in values.items():
-                leave_meta(tensor, value)  # which is what it was before
+                leave_meta(tensor, value)  # `value` has been the meta tensor since the first swap
 
 
 def _can_be_nan(tensor: Tensor) -> bool:

@@ -1,12 +1,11 @@
-"""What each stage holds of the model.
+"""Parameter ownership: the stages that hold each parameter and buffer.
 
-Until the partition is decided every rank holds the whole model. Then a rank lets go of the units of other stages: their
-parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but no values,
-and an accidental use is an error (:mod:`smp_strategy.model.guarded_tensors`). They get no gradient and so no optimizer
-state.
+Until the partition is decided every rank holds the whole model. Then a rank frees the units of other stages: their
+parameters keep name, shape, dtype, device and identity (optimizers and hooks refer to them), but no values, and an
+accidental use is an error (:mod:`smp_strategy.model.guarded_tensors`). They get no gradient and so no optimizer state.
 
-A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one that
-the glue has or computes with by all. The lowest of these stages counts it in norms and saves it.
+A parameter can be held by several stages: tied weights of two units by the stages of both, parameters that the glue
+has or computes with by all. The lowest of these stages counts it in norms and saves it.
 """
 
 import weakref
@@ -24,17 +23,17 @@ __all__ = ["Ownership"]
 
 @final
 class Ownership:
-    """Which stages hold which parameter and buffer.
+    """Map from parameters and buffers to the stages that hold them.
 
     Args:
-        root: the whole module.
-        units: its units.
-        stage_of: stage of each unit, by name.
-        num_stages: number of stages.
-        used_by_glue: parameters and tables of units that code above the units computes with.
+        root: Whole module.
+        units: Its units.
+        stage_of: Stage of each unit, by name.
+        num_stages: Number of stages.
+        used_by_glue: Parameters and tables of units that code above the units computes with.
 
     Attributes:
-        units, stage_of: as given.
+        units, stage_of: As given.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class Ownership:
         return self._holders.get(id(tensor), self._everywhere)
 
     def first_holder(self, parameter: Tensor) -> int:
-        """The stage that counts ``parameter`` in norms and saves its optimizer state."""
+        """Stage that counts ``parameter`` in norms and saves its optimizer state."""
         return min(self.holders(parameter))
 
     def saver(self, name: str) -> int:
-        """The stage that saves the parameter, buffer or extra state ``name``."""
+        """Stage that saves the parameter, buffer or extra state ``name``."""
         if name in self._by_name:
             return min(self._by_name[name])
-        # Extra state of a module goes with the tensors of that module; of a module without any, with the first stage.
+        # Extra state of a module is saved with its tensors; that of a module without tensors by the first stage.
         prefix = name.rpartition(".")[0] + "."
         stages = [min(holders) for other, holders in self._by_name.items() if other.startswith(prefix)]
         return stages[0] if stages else 0
@@ -130,11 +129,11 @@ class Ownership:
         return found
 
     def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
-        """Let go of everything that ``stage`` does not hold.
+        """Free everything that ``stage`` does not hold.
 
         Args:
-            stage: that of this rank.
-            copies: modules with the same names (averages of weights, say), whose tensors get the same homes.
+            stage: Stage of this rank.
+            copies: Modules with the same names (averages of weights, say); their tensors are partitioned alike.
         """
         self._stage = stage
         with torch.inference_mode(False), torch.no_grad():
@@ -150,12 +149,12 @@ class Ownership:
                             StageTensor.send_away(tensor, home)
 
     def residents(self) -> Iterator[tuple[str, Tensor, HomeStages]]:
-        """The module's own parameters and buffers as they are now, and where they live."""
+        """Names, present tensors and placement of the module's own parameters and buffers."""
         for name, tensor in _named_tensors(self._root):
             yield name, tensor, home_of(tensor) or self._home(name, tensor)
 
     def take_in(self, tensor: Tensor, home: HomeStages) -> None:
-        """Remember where a tensor lives that is not the module's own, as long as the user keeps it."""
+        """Register the placement of a tensor that is not the module's own, for as long as the user keeps it."""
         number = self._guest_numbers.get(id(tensor), -1)
         if number in self._guests and self._guests[number][0]() is tensor:
             return
@@ -164,8 +163,10 @@ class Ownership:
         self._num_guests += 1
 
     def guests(self) -> list[tuple[int, Tensor, HomeStages]]:
-        """Tensors that were taken in and still exist. Their numbers are the same on every rank, which of them have
-        been collected is not."""
+        """Numbers, tensors and placement of those that were taken in and still exist.
+
+        Numbers are the same on every rank; which tensors are still alive is not.
+        """
         found = [(number, reference(), home) for number, (reference, home) in self._guests.items()]
         self._guests = {number: self._guests[number] for number, tensor, _ in found if tensor is not None}
         self._guest_numbers = {id(tensor): number for number, tensor, _ in found if tensor is not None}
@@ -186,7 +187,7 @@ class Ownership:
 
 
 def _named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names, non-persistent buffers included."""
+    """Parameters and buffers under all their names, including non-persistent buffers."""
     return [
         *root.named_parameters(remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),

@@ -1,4 +1,4 @@
-"""Methods of single modules that are replaced for a while, and given back."""
+"""Monkey patching: temporary replacement of methods of single modules."""
 
 import functools
 import types
@@ -12,14 +12,14 @@ __all__ = ["Patches"]
 
 @final
 class Patches:
-    """What was replaced, on the instances; their classes and everything else of them is untouched."""
+    """Active replacements. They are attributes of the instances; the classes are untouched."""
 
     def __init__(self) -> None:
-        # Each module with what its instance had of its own under the name, if anything.
+        # Module, name, and the instance's own attribute of that name, if it had one.
         self._before: list[tuple[nn.Module, str, Any]] = []
 
     def replace(self, module: nn.Module, method: Callable[..., Any], name: str = "forward") -> None:
-        """Let calls of ``module.<name>`` go to ``method``."""
+        """Redirect calls of ``module.<name>`` to ``method``."""
         original = getattr(module, name)
         self._before.append((module, name, vars(module).get(name)))
 
@@ -34,7 +34,7 @@ class Patches:
         vars(module)[name] = types.MethodType(instead, module)
 
     def give_back(self) -> None:
-        """Let calls reach the modules directly, as before."""
+        """Undo all replacements, the latest first."""
         for module, name, own in reversed(self._before):
             if own is None:
                 vars(module).pop(name, None)

@@ -1,18 +1,18 @@
-"""Where the samples of a batch are.
+"""Batch dimension inference: number of samples of a batch, and its lists with one entry per sample.
 
-A batch is a nest of containers. Its *leaves* are tensors, numpy arrays, packed sequences, and whatever is no container.
-Before it is cut two things must be known: how many samples there are, and which lists and tuples have one entry per
-sample, for these are cut between their entries, and others are containers like dicts.
+A batch is a nest of containers. Its *leaves* are tensors, numpy arrays, packed sequences, and anything else that is no
+container. Splitting into microbatches needs the number of samples, and the lists and tuples with one entry per sample:
+these are split between their entries, other lists are containers like dicts.
 
-1. The number of samples is what the data loader has put into the batch, if something in the batch has that length.
-   Else it is the first dim on which most tensors agree, of those in the fewest lists, and without tensors the length of
-   the first list.
+1. The number of samples is the one the data loader has put into the batch, if something in the batch has that length.
+   Otherwise it is the first dim on which most tensors agree, of those in the fewest lists, and without tensors the
+   length of the first list.
 2. A list or tuple of that length, with entries of one kind, has one entry per sample: strings, numbers, objects, dicts,
    tensors of different sizes.
 3. But if each of its entries has all samples itself (two views of every image, the fields of a sample), it is a
    container. Two exceptions: dicts beside tensors, since the boxes of an image may be as many as there are images, and
-   tensors beside dicts of each sample, since images may be as many as their channels. And where the data loader has
-   taken the entries over from the samples, that settles it.
+   tensors beside dicts of each sample, since images may be as many as their channels. If the data loader has taken the
+   entries over from the samples, that decides.
 """
 
 import collections
@@ -52,18 +52,18 @@ _PLAIN = (str, bytes, Number, type(None), dict, list, type)
 
 @final
 class Samples(NamedTuple):
-    """Where the samples of a batch are."""
+    """Location of the samples in a batch."""
 
     number: int | None
-    """``None``: nothing in the batch is per sample."""
+    """Number of samples; ``None``: nothing in the batch is per sample."""
     lists: frozenset[Path] = frozenset()
-    """Which lists and tuples have one entry per sample."""
+    """Paths of the lists and tuples with one entry per sample."""
     witness: Path = ()
-    """A leaf that has all of them."""
+    """Path of a leaf that has all samples."""
 
 
 def length_of(array: Any) -> int | None:
-    """How many samples ``array`` has, if it is per sample."""
+    """Size of the batch dim of ``array``; ``None``: it has none."""
     if isinstance(array, PackedSequence):
         return int(array.batch_sizes[0])
     if isinstance(array, Tensor):
@@ -73,7 +73,7 @@ def length_of(array: Any) -> int | None:
 
 
 def visited(tree: Any, lists: Collection[Path], visit: Visit, path: Path = ()) -> Any:
-    """``tree`` with its leaves visited, with their paths; ``lists`` and lists that hold no container are leaves."""
+    """Map ``visit`` over the paths and leaves of ``tree``; ``lists`` and lists without containers are leaves."""
     if is_array(tree):
         return visit(path, tree)
     if isinstance(tree, Mapping):
@@ -96,11 +96,11 @@ def visited(tree: Any, lists: Collection[Path], visit: Visit, path: Path = ()) -
 
 
 def find_samples(batch: Any, read: BatchSource | None = None) -> Samples:
-    """Where the samples of ``batch`` are. See the module docstring.
+    """Locate the samples of ``batch`` by the rules above.
 
     Args:
-        batch: any nest.
-        read: what the data loader says of its samples.
+        batch: Any nest.
+        read: Information of the data loader about its samples.
     """
     known = None if read is None else read.number
     votes = list(_votes(batch, (), known))
@@ -125,7 +125,7 @@ def _arrays_of(tree: Any, path: Path, number: int) -> Iterator[Path]:
 
 
 def samples_in(microbatch: Any, samples: Samples) -> int | None:
-    """How many of the ``samples`` of a batch are in a part of it."""
+    """Number of samples in a part of the batch in which ``samples`` were located."""
     found: list[int | None] = []
 
     def visit(path: Path, leaf: Any) -> None:
@@ -141,13 +141,13 @@ class _Vote(NamedTuple):
     path: Path
     length: int
     is_array: bool
-    """Or a list in which there is none."""
+    """``False``: a list without arrays."""
     depth: int
-    """In how many lists it is."""
+    """Number of enclosing lists."""
 
 
 def _votes(tree: Any, path: Path, known: int | None, depth: int = 0) -> Iterator[_Vote]:
-    """What speaks for which number of samples."""
+    """Lengths in ``tree`` that may be the number of samples."""
     if is_array(tree):
         if (length := length_of(tree)) is not None:
             yield _Vote(path, length, True, depth)
@@ -170,13 +170,13 @@ def _votes(tree: Any, path: Path, known: int | None, depth: int = 0) -> Iterator
 
 def _number(batch: Any, votes: list[_Vote], known: int | None) -> int | None:
     arrays = [vote for vote in votes if vote.is_array]
-    # The masks in a list may be as many as they like.
+    # Arrays in lists, such as the masks of one image, count only if there are none outside of lists.
     nearest = min((vote.depth for vote in arrays), default=0)
     counted = [vote for vote in arrays if vote.depth == nearest] or votes
     lengths = [vote.length for vote in counted]
     if known is not None and (known in lengths or _could_be_in_lists(batch, counted, known)):
         return known
-    # Of lengths with as many votes the first one.
+    # Of several lengths with the most votes, the first one.
     return collections.Counter(lengths).most_common(1)[0][0] if lengths else None
 
 
@@ -200,7 +200,7 @@ def _note_lists(tree: Any, path: Path, number: int, is_known: bool, votes: list[
     for place, item in items.items():
         _note_lists(item, place, number, is_known, votes, found)
     if any(place in found and isinstance(next(iter(item)), Mapping) for place, item in items.items()):
-        # Beside targets of each image: images, also if they are as many as their channels.
+        # Images beside a list of targets, even if there are as many images as channels.
         found.update(place for place, item in items.items() if _is_per_entry(item, number) and is_array(item[0]))
 
 
@@ -208,15 +208,15 @@ def _is_container(items: Any, number: int, *, is_known: bool, is_beside: bool) -
     """Whether each of as many ``items`` as there are samples has all samples itself.
 
     Args:
-        items: a list.
-        number: of samples.
-        is_known: the data loader says so.
-        is_beside: something else in the batch has as many.
+        items: List with ``number`` entries.
+        number: Number of samples.
+        is_known: The number comes from the data loader.
+        is_beside: Another array of the batch has this length.
     """
     entries = [item for item in items if item is not None]
     if is_beside and all(isinstance(item, Mapping) for item in entries):
         return False
-    # Samples in a list are tuples; a tuple of tuples, or a list of lists, is what was made of fields of samples.
+    # A list of tuples is a list of samples; a tuple of tuples, or a list of lists, was collated from their fields.
     are_samples = isinstance(items, list) and any(isinstance(item, tuple) for item in entries)
     if entries and not are_samples and all(_is_per_entry(item, number) for item in entries):
         return True
@@ -234,7 +234,7 @@ def _is_per_entry(tree: Any, number: int) -> bool:
 
 
 def are_alike(items: Iterable[Any]) -> bool:
-    """Whether these could be entries of one list, each of another sample."""
+    """Whether ``items`` are of one kind, and so may be entries for one sample each."""
     return len({_kind(item) for item in items if item is not None}) <= 1
 
 
@@ -255,7 +255,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """What is in a container, with the last part of its path."""
+    """Entries of a container, each with the last part of its path."""
     if is_array(tree):
         return ()
     if isinstance(tree, Mapping):
@@ -266,7 +266,7 @@ def _items(tree: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _fields(tree: Any) -> Iterable[str]:
-    """Of a named tuple or a dataclass."""
+    """Field names of a named tuple or a dataclass."""
     if isinstance(tree, tuple):
         return getattr(tree, "_fields", ())
     is_dataclass = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
@@ -294,7 +294,7 @@ def _is_flat(items: Any) -> bool:
 
 
 def _attributes_of(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    """Lists in the attributes of a mapping that are none of its items (what a tokenizer has found, say)."""
+    """Lists in the attributes of a mapping that are none of its items (``BatchEncoding`` of a tokenizer has some)."""
     if type(mapping) is dict or not hasattr(mapping, "__dict__"):
         return {}
     items = [id(value) for value in mapping.values()]
@@ -308,7 +308,7 @@ def _attributes_of(mapping: Mapping[Any, Any]) -> dict[str, Any]:
 def rebuild_mapping(
     like: Any, items: dict[Any, Any], attribute: Callable[[str, Any], Any] = lambda name, value: value
 ) -> Any:
-    """A mapping of the type of ``like``, with ``items``, and with its other attributes, each as ``attribute`` says."""
+    """A mapping of the type of ``like`` with ``items``; its other attributes are mapped by ``attribute``."""
     if type(like) is dict:
         return items
     before = {key: like[key] for key in items if key in like}
@@ -328,10 +328,10 @@ def rebuild_mapping(
 
 
 def refuse_other_sizes(known: BatchSource | None) -> None:
-    """A batch is about to be cut between its samples, or put together with others.
+    """Refuse to split or join a batch whose parts have different numbers of samples.
 
     Raises:
-        UnsupportedError: it is made of batches of several data loaders, which have different sizes.
+        UnsupportedError: It is made of batches of several data loaders, with different sizes.
     """
     if known is not None and known.others:
         raise UnsupportedError(
@@ -342,6 +342,6 @@ def refuse_other_sizes(known: BatchSource | None) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """``path`` as Python has it: ``['boxes'][0]``, or ``.boxes[0]`` for a field."""
+    """``path`` in Python's notation: ``['boxes'][0]``, or ``.boxes[0]`` for a field."""
     parts = (str(key) if isinstance(key, str) and key.startswith(".") else f"[{key!r}]" for key in path)
     return "`batch" + "".join(parts) + "`"

@@ -1,6 +1,6 @@
-"""Which modules move as a whole.
+"""Units: the modules that the partition places as a whole.
 
-A *unit* is placed on one stage, computes there and is a ghost elsewhere. Everything above the units (the model's own
+A *unit* is placed on one stage, computes there and has no values elsewhere. Everything above the units (the model's own
 ``forward``, the training step) is glue and runs on every stage. Units must be small enough to balance and large
 enough that the glue between them stays cheap; a transformer block is the right size.
 
@@ -10,8 +10,8 @@ Rules, in order:
    model declares indivisible (``_no_split_modules`` of Hugging Face models), and PyTorch's own composite layers
    (``nn.TransformerEncoderLayer``, ``nn.MultiheadAttention`` ...).
 2. A module that holds a list of blocks somewhere below it (an ``nn.ModuleList`` or ``nn.Sequential`` of at least two
-   modules with children of their own) is glue; the rules go on with its children. Only the outermost lists count,
-   unless they yield fewer blocks than there are stages: then the lists inside their blocks are opened as well.
+   modules with children of their own) is glue; the rules apply to its children. Only the outermost lists count, unless
+   they yield fewer blocks than there are stages: then the lists inside their blocks are opened as well.
 3. Any other module with parameters, or with batch statistics, is a unit (embedding, final norm, head, block). A
    module with constant buffers only (a mask, a rotary table) is glue: computing it everywhere is cheaper than sending
    it.
@@ -64,7 +64,7 @@ class Unit:
 
 
 def unit(target: Target) -> Target:
-    """Say that a module, or every module of a class, must stay whole on one stage; returns ``target``.
+    """Mark a module, or every module of a class, as indivisible: whole on one stage. Returns ``target``.
 
     Use it where code reaches into a module in ways that cannot be split (a C++ extension between two of its layers,
     say), on an instance or as a decorator of a class::
@@ -82,13 +82,13 @@ def choose_units(
     *,
     stage_of: Callable[[str], int | None] | None = None,
 ) -> list[Unit]:
-    """The units of ``root`` in order of registration.
+    """Choose the units of ``root``; they are in order of registration.
 
     Args:
-        root: the whole module, e.g. a LightningModule.
-        num_stages: number of stages that the units should fill; it decides how deep nested lists are opened.
-        unit_classes: classes whose modules stay whole, by name or by qualified name (``package.module.Class``).
-        stage_of: the stage that each module is placed on by hand.
+        root: Whole module, e.g. a LightningModule.
+        num_stages: Number of stages that the units should fill; it limits how deeply nested lists are opened.
+        unit_classes: Classes of indivisible modules, by name or by qualified name (``package.module.Class``).
+        stage_of: Stage that a module is placed on by hand, by name.
 
     Raises:
         ConfigError: the model has no module of a class in ``unit_classes``, a module that distributes itself, or one
@@ -140,7 +140,7 @@ def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible"
 
 
 def _layers(root: nn.Module, indivisible: "_Indivisible") -> Iterator[Unit]:
-    """Every module that has parameters of its own and none above it that has."""
+    """The outermost modules with parameters of their own."""
 
     def visit(name: str, module: nn.Module) -> Iterator[Unit]:
         own = _owns_state(module)
@@ -154,7 +154,7 @@ def _layers(root: nn.Module, indivisible: "_Indivisible") -> Iterator[Unit]:
 
 
 def _divided(unit: Unit, stage_of: Callable[[str], int | None], indivisible: "_Indivisible") -> Iterator[Unit]:
-    """``unit``, or what it must be opened into for each part to be on one stage."""
+    """Open ``unit`` until each part is on one stage."""
     whole = stage_of(unit.name)
     parts = unit.module.named_modules(prefix=unit.name, remove_duplicate=False)
     strays = [(name, part) for name, part in parts if has_state(part) and stage_of(name) != whole]
@@ -176,12 +176,12 @@ def _divided(unit: Unit, stage_of: Callable[[str], int | None], indivisible: "_I
 
 
 def _is_mere_list(module: nn.Module) -> bool:
-    """Whether it only holds modules or parameters: without a ``forward`` it cannot run as a whole."""
+    """Whether ``module`` only holds modules or parameters: without a ``forward`` it cannot run as a whole."""
     return isinstance(module, _LISTS) and type(module).forward is nn.Module.forward
 
 
 def _without_doubles(units: Iterable[Unit]) -> list[Unit]:
-    """A module that is registered twice (a shared head, say) is one unit, under its first name."""
+    """Keep a module that is registered twice (a shared head, say) once, under its first name."""
     seen: dict[int, Unit] = {}
     for unit in units:
         seen.setdefault(id(unit.module), unit)
@@ -201,7 +201,7 @@ def _is_block_list(module: nn.Module) -> bool:
 
 
 class _Indivisible:
-    """What of the model must stay whole."""
+    """Modules that must stay whole."""
 
     def __init__(self, root: nn.Module, unit_classes: Sequence[str]) -> None:
         self._by_user = frozenset(unit_classes)
@@ -221,7 +221,7 @@ class _Indivisible:
         return self.reason(module) is not None
 
     def reason(self, module: nn.Module) -> str | None:
-        """Why ``module`` is not to be opened."""
+        """Reason not to open ``module``; ``None``: there is none."""
         if isinstance(module, _INDIVISIBLE):
             return f"a {type(module).__name__} of PyTorch"
         if getattr(module, _MARK, False):

@@ -1,4 +1,4 @@
-"""How an autograd Function says that it is a product, whose weight gradient can be computed later."""
+"""Interface by which an autograd Function offers a deferred weight gradient (zero-bubble schedules)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,20 +8,21 @@ from torch import Tensor
 __all__ = ["WeightGradientFormula", "WeightGradientKind"]
 
 WeightGradientFormula = Callable[[Tensor], list[Tensor]]
-"""From the gradient of a node's result to gradients of some of its inputs."""
+"""Maps the gradient of a node's result to gradients of some of its inputs."""
 
 
 class WeightGradientKind(NamedTuple):
-    """What is known of nodes that are products.
+    """Description of an autograd node that is a matrix product.
 
-    A subclass of ``torch.autograd.Function`` can have one as its attribute ``product``. Its backward must leave out
-    what ``make`` has been called for.
+    A subclass of ``torch.autograd.Function`` can have one as its attribute ``product``. Its backward must skip the
+    gradients that ``make`` was called for.
     """
 
     weight: int
-    """Which input it is."""
+    """Position of the weight among the inputs."""
     bias: int | None
+    """Position of the bias, if there is one."""
     saved: tuple[str, ...]
-    """Attributes of a node with what is saved for the formula."""
+    """Attributes of a node that hold the tensors saved for the formula."""
     make: Callable[[Any, Sequence[int]], WeightGradientFormula]
-    """Called while a node is visited, with the inputs whose gradients will be asked for."""
+    """Called while a node is visited, with the positions of the inputs whose gradients will be computed later."""

@@ -7,7 +7,6 @@ user gives to the operation is treated likewise.
 """
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.model.rng import Streams
+from smp_strategy.distributed.rng_state import RngState, capture, generators_of, restore
 
 __all__ = ["GlobalGenerators"]
 
@@ -34,7 +33,7 @@ class GlobalGenerators:
     """
 
     def __init__(self, device: torch.device, send: Callable[[Tensor, Collection[int]], Tensor | None]) -> None:
-        self._of_torch = Streams(device).generators
+        self._of_torch = generators_of(device)
         self._send = send
 
     def follow(self, stages: Collection[int], arguments: Iterable[Any]) -> None:
@@ -52,22 +51,19 @@ class GlobalGenerators:
 
 
 def _states(generators: Sequence[torch.Generator]) -> Tensor:
-    """Of ``generators``, of Python's and of numpy's, as bytes."""
-    _, words, gauss = random.getstate()
-    of_numpy: Any = np.random.get_state(legacy=True)
-    _, key, *rest = of_numpy
-    others = [*words, math.nan if gauss is None else gauss, *rest, *key.tolist()]
+    """The states of ``generators``, of Python's and of numpy's, as bytes: as many on every stage."""
+    of_torch, (_, words, gauss), (_, key, *rest) = capture(generators)
+    others = [*words, math.nan if gauss is None else gauss, *rest, *np.frombuffer(key, dtype=np.uint32).tolist()]
     # Doubles hold words of 32 bits exactly.
     as_bytes = torch.tensor(others, dtype=torch.float64, device="cpu").view(torch.uint8)
-    return torch.cat([*[generator.get_state() for generator in generators], as_bytes])
+    return torch.cat([torch.frombuffer(bytearray(b"".join(of_torch)), dtype=torch.uint8), as_bytes])
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Tensor) -> None:
-    for generator in generators:
-        size = generator.get_state().numel()
-        generator.set_state(states[:size].clone())
-        states = states[size:]
-    numbers = states.clone().view(torch.float64).tolist()
+    sizes = [generator.get_state().numel() for generator in generators]
+    *of_torch, rest = states.split([*sizes, states.numel() - sum(sizes)])
+    numbers = rest.clone().view(torch.float64).tolist()
     words, [gauss, position, has_gauss, cached, *key] = numbers[:_OF_PYTHON], numbers[_OF_PYTHON:]
-    random.setstate((_VERSION, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), int(position), int(has_gauss), cached))
+    of_python = (_VERSION, tuple(map(int, words)), None if math.isnan(gauss) else gauss)
+    of_numpy = ("MT19937", np.array(key, dtype=np.uint32).tobytes(), int(position), int(has_gauss), cached)
+    restore(RngState(tuple(each.numpy().tobytes() for each in of_torch), of_python, of_numpy), generators)

@@ -11,11 +11,9 @@ On every stage the program gets placed tensors back, and goes on. Where a result
 the call first and describes the result to the others, who wait for that.
 """
 
-import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import torch
@@ -26,10 +24,8 @@ from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall
 from smp_strategy.distributed.torch_modes import NOTHING
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event, Value
-from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, left_behind, put_state, state_of
-from smp_strategy.model.trace.fake_call import is_left_behind
+from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import (
     Callee,
@@ -41,12 +37,14 @@ from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_change, place_plain
+from smp_strategy.pipeline.arguments import Arguments
+from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.kept_tensors import AdoptedTensors, call_with_known, without_others
+from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
-from smp_strategy.pipeline.placed_tensor import PlacedTensor, number_of
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.record import ProgramTrace
 from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
@@ -56,9 +54,6 @@ from smp_strategy.pipeline.unpredictable import UnpredictableCalls
 from smp_strategy.pipeline.wrap_unit import wrap_unit
 
 __all__ = ["MicrobatchInterpreter"]
-
-# No other seed derives from that of a program by this number.
-_OPERATIONS = -2
 
 
 @final
@@ -100,23 +95,19 @@ class MicrobatchInterpreter:
         self.function = ""
         # What the glue asks for the units that it calls just now.
         self._asked: ActivationPolicy | None = None
-        self._seed = seed
-        self._num_draws = 0
-        self._generators = generators
         self._gate = gate
         self._rehearsal = context.rehearsal
         self._stage = context.stage
         self._oracle = context.oracle
         self._current = context.current
         self._share = context.share
-        self._streams = context.streams
         self._with_weights = context.with_weights
         self._activations = context.activations
         self._reads_refused = context.reads_refused
-        self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
-        self._kept = AdoptedTensors()
+        self._arguments = Arguments(self, record, context.stage, context.leftovers)
+        self._draws = ProgramDraws(context.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
-            context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._follow_draws
+            context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
         )
         # Containers in objects that a dry run lends to units, with what was in them.
         self._lent: list[tuple[Any, Any]] = []
@@ -136,7 +127,7 @@ class MicrobatchInterpreter:
         self.closed = True
         self.graph.close()
         self.cached.clear()
-        self._kept.clear()
+        self._arguments.clear()
         put_back(self._lent[::-1])
         self._lent.clear()
 
@@ -213,7 +204,7 @@ class MicrobatchInterpreter:
         if self._reads_refused:
             raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
-        placed, _ = self._open(leaves)
+        placed, _ = self._arguments.open(leaves)
         self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
@@ -237,7 +228,7 @@ class MicrobatchInterpreter:
                 "the transform into an nn.Module that belongs to a unit."
             )
         leaves, structure = flatten_call(args, kwargs)
-        placed, given = self._open(leaves)
+        placed, given = self._arguments.open(leaves)
         if kind == "op" and not placed:
             # All of them were kept from earlier steps, and are known everywhere by now.
             args, kwargs = unflatten_call(leaves, structure)
@@ -256,7 +247,8 @@ class MicrobatchInterpreter:
                 place_plain(leaves[position], self, self.record, self.graph, computes=self.computes_here)
                 for position in plain
             ]
-        self._num_draws += prediction.random and kind == "op"
+        if prediction.random and kind == "op":
+            self._draws.count_operation()
         event, placement = self.record.call(kind, name, _values(placed), prediction)
         if self._rehearsal is not None:
             self._rehearsal.note(self.microbatch, len(self.record.events), name, placement, leaves)
@@ -264,14 +256,15 @@ class MicrobatchInterpreter:
             self._exchange(placement, placed)
         ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
         if prediction.random:
-            self._follow_draws(placement.stages, leaves)
+            self._draws.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
     def _call_and_tell(self, call: InterpretedCall, why: Unpredictable) -> Any:
         """A call with a result that cannot be predicted: its stage runs it, and the others wait for the description."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
-        self._num_draws += call.kind == "op"
+        if call.kind == "op":
+            self._draws.count_operation()
         described = self._unpredictable.call(self, call)
         refuse_changed_plain(call.name, call.leaves, described.prediction)
         values = described.complete(self.record)
@@ -311,7 +304,7 @@ class MicrobatchInterpreter:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function, module = call.callee.runs, call.callee.module
-        seeded = self._seeded(call) if random and self._generators is None else None
+        seeded = self._draws.seeded(call.kind, len(self.record.events)) if random else None
         noting = NOTHING
         if self._leftovers is not None and module is not None:
             noting = self._leftovers.noting(call.name, module)
@@ -326,16 +319,6 @@ class MicrobatchInterpreter:
         finally:
             self.enclosing = None
 
-    def _follow_draws(self, stages: Sequence[int], leaves: list[Any]) -> None:
-        """Bring the global generators of other stages to where those of ``stages`` are after a random call."""
-        if self._generators is not None:
-            self._generators.follow(stages, leaves)
-
-    def _seeded(self, call: InterpretedCall) -> Callable[[], AbstractContextManager[None]]:
-        # Operations count for themselves: how many units there are goes by the layout.
-        place = (_OPERATIONS, self._num_draws) if call.kind == "op" else (len(self.record.events),)
-        return functools.partial(self._streams.seeded, derive_seed(self._seed, *place))
-
     def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
@@ -347,14 +330,6 @@ class MicrobatchInterpreter:
                 return self._oracle.predict(call.callee, given, call.structure, survey=self._leftovers)
         finally:
             self.enclosing, self.is_predicting = None, False
-
-    def _spec_of(self, tensor: Tensor) -> TensorSpec:
-        # A mask or a rotary table goes to every block.
-        known = self._specs.get(id(tensor))
-        same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
-        if known is None or not same or known[1].requires_grad != tensor.requires_grad:
-            known = self._specs[id(tensor)] = (weakref.ref(tensor), TensorSpec.of(tensor))
-        return known[1]
 
     def _refuse_hidden(self, name: str) -> None:
         """Refuse what a call does with a placed tensor that has come into it unseen."""
@@ -371,43 +346,6 @@ class MicrobatchInterpreter:
             self.graph.exchange(placement, placed)
         elif self._rehearsal is not None:
             self._rehearsal.exchange(self.microbatch, placement)
-
-    # Tensors of other times and kinds
-
-    def _open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
-        """Make arguments ready for use; tensors of ended programs are replaced in ``leaves``.
-
-        Returns:
-            The placed tensors among them, and all of them with tensors by their metadata.
-        """
-        placed, given = [], []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, PlacedTensor):
-                if leaf.program is not self:
-                    leaf = leaves[position] = leaf.known if leaf.known is not None else self._kept.adopted(leaf, self)
-                if isinstance(leaf, PlacedTensor):
-                    if leaf.version != leaf.memory.version:
-                        follow_change(leaf, self.record, self._stage)
-                    placed.append(leaf)
-                    given.append(leaf.spec)
-                    continue
-            if isinstance(leaf, slice):
-                leaf = leaves[position] = slice(*map(number_of, (leaf.start, leaf.stop, leaf.step)))
-            if not isinstance(leaf, Tensor):
-                given.append(leaf)
-            elif is_left_behind(leaf):
-                leaf = leaves[position] = self._instead_of_mark(leaf)
-                placed.append(leaf)
-                given.append(leaf.spec)
-            else:
-                given.append(self._spec_of(leaf))
-        return placed, given
-
-    def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
-        """The survey goes on, and is repeated with what units leave in attributes."""
-        if self._leftovers is None or not self._leftovers.has_news:
-            raise left_behind()
-        return self.bring(TensorSpec.of(mark), [0], None)
 
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:

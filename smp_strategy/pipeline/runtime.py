@@ -5,8 +5,8 @@ microbatch runs forward and then backward in program order: slower, but the same
 deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.action_order import backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.barriers import BarrierSteps
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.current_program import CurrentProgram
-from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
@@ -34,6 +32,7 @@ from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 from smp_strategy.pipeline.writes import WatchedWrites
 
@@ -75,7 +74,7 @@ class Runtime:
         self.collectives = ReplicaCollectives(stage.replicas, self.current, meets=not stage.is_dry)
         self._threads = ThreadPool()
         self.barriers = BarrierSteps(
-            self.current, self.collectives, runner_of=self.runner_of, offloading=self._offloading, flush=self._flush
+            self.current, self.collectives, runner_of=self.runner_of, offloading=self._offloading, flush=self.flush
         )
         if private is not None:
             stage.activations.switched = private.of_now
@@ -163,7 +162,7 @@ class Runtime:
                     in_order = plan is None or is_in_order(plan)
                     finish_off_plan(turns, is_in_order=in_order, improvises=self.collectives.begin_to_improvise)
             turns.agree()
-            self._flush()
+            self.flush()
         except BaseException:
             turns.cancel()
             raise
@@ -204,36 +203,6 @@ class Runtime:
             private=private,
         )
 
-    def run_alone(self, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
-        """Run code of the glue once, on every stage, outside of the microbatches.
-
-        Args:
-            code: gets the program that routes its calls.
-            generators: it draws from the global ones, and these follow.
-
-        Returns:
-            What ``code`` returns, with real tensors on every stage.
-        """
-        program = self.stage.program(microbatch=0, generators=generators, current=self.current)
-        with self.entered(program):
-            result = self.stage.make_real(code(program))
-        self._flush()
-        program.close()
-        return result
-
-    @contextmanager
-    def entered(self, program: MicrobatchInterpreter) -> Iterator[None]:
-        """Calls of units in here are calls of ``program``."""
-        self.current.enter(program)
-        try:
-            with watched_entrances(self.current):
-                yield
-        except BaseException:
-            program.close()
-            raise
-        finally:
-            self.current.enter(None)
-
     @property
     def is_in_unit(self) -> bool:
         """Whether a unit runs just now, perhaps once more in a backward, to compute something."""
@@ -263,7 +232,8 @@ class Runtime:
             return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
         return values
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Confirm all messages that were sent."""
         if self.stage.transport is not None:
             self.stage.transport.flush()
 

@@ -1,8 +1,8 @@
-"""Arguments of a call in another dtype: floating-point tensors, also those in nests of containers.
+"""Casting the arguments of a unit: floating-point tensors get another dtype, in nested containers too.
 
-Code may change what it is given. A list that it appends to gets the new items, though it was given another list, with
-cast tensors in it. A change in place of a tensor that was cast would reach the cast one only: that is refused. And code
-may ask whether two arguments are the same (attention asks of queries and keys): a tensor that comes twice is cast once.
+Code may change its arguments. A list that it appends to gets the new items, although it was given another list with the
+cast tensors. An in-place change of a cast tensor would be lost, so it is refused. Code may also ask whether two
+arguments are the same object (attention asks of queries and keys): a tensor that occurs twice is cast once.
 """
 
 import copy
@@ -18,26 +18,26 @@ from smp_strategy.precision.dtypes import FLOATS
 
 __all__ = ["Casting"]
 
-# Asked for first, because most arguments are of these.
+# Checked first, because most arguments have these types.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 @final
 class Casting:
-    """The arguments of one call.
+    """Casts of the arguments of one call.
 
     Args:
-        dtype: what floating-point tensors are cast to.
+        dtype: Target dtype of floating-point tensors.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # By identity of the tensor that was given, and with the version that it began with.
+        # By id of the original tensor: the cast tensor and its initial version.
         self._cast: dict[int, tuple[Tensor, int]] = {}
         self._after: list[Callable[[], None]] = []
 
     def of(self, value: Any) -> Any:
-        """``value``, all arguments, or, where it holds tensors to be cast, one like it."""
+        """``value``, which holds all arguments, itself, or a copy of it where it holds tensors to be cast."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -57,13 +57,13 @@ class Casting:
         return value
 
     def finish(self, name: str) -> None:
-        """The call is over.
+        """End of the call: write changes of containers back.
 
         Args:
-            name: of what was called.
+            name: Name of the unit.
 
         Raises:
-            UnsupportedError: it has changed an argument in place that was cast.
+            UnsupportedError: The call has changed a cast argument in place.
         """
         for cast, version in self._cast.values():
             if _version_of(cast) != version:

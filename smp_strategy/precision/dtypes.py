@@ -1,16 +1,16 @@
-"""Which number has which precision: weights as they are kept, as units see them, gradients as they are added up.
+"""Dtypes of mixed precision: parameters as stored, as units see them, gradients as accumulated and reduced.
 
 =====================  =================  ==============  ==========  =============================
-options                kept, and saved    units compute   gradients   summed over replicas, shards
+options                stored and saved   units compute   gradients   summed over replicas, shards
 =====================  =================  ==============  ==========  =============================
 none                   float32            float32         float32     float32, or ``reduce_dtype``
 ``bf16``, ``fp16``     float32: masters   half            float32     float32, or ``reduce_dtype``
 ``fp16_params``        float16            float16         float32     float32, or ``reduce_dtype``
 =====================  =================  ==============  ==========  =============================
 
-A half-precision number has 8 or 11 bits: of a sum, or of a weight that is updated a little at a time, later summands
-are lost. So all that is added up is so in float32, also where a model's own parameters are of half precision. A product
-takes the half-precision factors that kernels are fast with, and adds up in float32 by itself.
+A half-precision number has 8 or 11 significant bits: later summands of a sum, and small updates of a weight, are lost.
+So every accumulation is in float32, even where a model's own parameters have half precision. Kernels of matrix products
+take half-precision factors and accumulate in float32 by themselves.
 """
 
 from collections.abc import Iterator
@@ -34,31 +34,31 @@ __all__ = [
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 FLOATS = _HALVES | {torch.float32, torch.float64}
-"""What is cast; narrower ones have a meaning of their own."""
+"""Dtypes that are cast; narrower ones have a meaning of their own."""
 
 
 def compute_dtype(options: PrecisionOptions) -> torch.dtype | None:
-    """In what units compute; ``None``: in what their parameters are."""
+    """Dtype in which units compute; ``None``: that of their parameters."""
     if options.bf16:
         return torch.bfloat16
     return torch.float16 if options.fp16 or options.fp16_params else None
 
 
 def reduce_dtype(options: PrecisionOptions) -> torch.dtype | None:
-    """In what gradients are summed over ranks; ``None``: in what they are added up on each."""
+    """Dtype in which gradients are summed over ranks; ``None``: that in which each rank accumulates them."""
     return None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of parameters of this ``dtype`` are added up."""
+    """Dtype in which gradients of parameters with ``dtype`` are accumulated."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
 def kept_in_full(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of ``module`` that stay as they are where its units compute in half precision.
+    """Parameters of ``module`` that keep their dtype where its units compute in half precision.
 
-    Norms with running statistics take inputs of half precision beside weights in float32, and keep their statistics
-    over so many steps that a half-precision average would stand still.
+    Norms with running statistics accept half-precision inputs beside float32 weights, and average their statistics over
+    so many steps that a half-precision average would stand still.
     """
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
@@ -66,11 +66,11 @@ def kept_in_full(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def dtypes_in_use(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The parameters of ``module`` that units see in another dtype than they are kept in, by name.
+    """Parameters of ``module`` that units see in another dtype than they are stored in, by name.
 
     Args:
-        module: a unit, or what has units.
-        dtype: in what units compute, see :func:`compute_dtype`.
+        module: A unit, or a module that contains units.
+        dtype: Dtype in which units compute, see :func:`compute_dtype`.
     """
     if dtype is None:
         return {}
@@ -80,7 +80,7 @@ def dtypes_in_use(module: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
 
 def halve(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the parameters of ``module`` themselves be of a half-precision ``dtype``; buffers stay as they are."""
+    """Convert the parameters of ``module`` themselves to the half-precision ``dtype``; buffers keep theirs."""
     full = set(kept_in_full(module))
     for parameter in module.parameters():
         if parameter.dtype == torch.float32 and parameter not in full:
@@ -90,7 +90,7 @@ def halve(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def halved(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """In here the parameters of ``module`` are of a half-precision ``dtype``; gradients are dropped."""
+    """Context in which the parameters of ``module`` have a half-precision ``dtype``; gradients are dropped."""
     before = [(parameter, parameter.data) for parameter in module.parameters()]
     halve(module, dtype)
     try:

@@ -1,14 +1,14 @@
-"""Scaling of losses and gradients under the verbs of PyTorch's ``GradScaler``, agreed over ranks.
+"""Gradient scaler for float16, with the methods of PyTorch's ``GradScaler``, in agreement over all ranks.
 
-Front doors (Lightning, Accelerate) and users know these verbs: ``scale`` the loss, ``unscale_`` the gradients of an
-optimizer, let it ``step`` unless they have overflowed, ``update`` the factor. PyTorch's own scaler looks at the
-gradients of one rank only. Ranks that decide differently train different models, so here every rank learns whether any
-has found an infinite gradient, and all of them skip.
+Lightning, Accelerate and users know these methods: ``scale`` the loss, ``unscale_`` the gradients of an optimizer,
+``step`` unless they have overflowed, ``update`` the scale. PyTorch's scaler looks at the gradients of one rank only,
+and ranks that decide differently would train different models. Here every rank learns whether any rank has found an
+infinite gradient, and all of them skip the step.
 
-Gradients carry the factor of the backward that made them. Where several optimizers step after one backward the first
-one's ``update`` may change the factor, so the others divide by the one that their gradients carry, unless they are
-divided already, to be clipped. And where one optimizer goes on collecting gradients while another steps, or after they
-were clipped, what it has is brought to the factor of the next backward first.
+Gradients carry the scale of the backward that made them. If several optimizers step after one backward, the ``update``
+after the first may change the scale, so the others divide by the scale that their gradients carry, unless these are
+unscaled already, to be clipped. If an optimizer keeps accumulating while another steps, or after clipping, its
+gradients are first brought to the scale of the next backward.
 """
 
 import warnings
@@ -28,7 +28,7 @@ __all__ = ["UnscaleResult", "GradScaler"]
 
 
 class UnscaleResult(Enum):
-    """What the ranks together have found in the gradients of an optimizer."""
+    """Finding of all ranks together about the gradients of an optimizer."""
 
     NOTHING = "no gradient"
     FINITE = "finite gradients only"
@@ -37,13 +37,13 @@ class UnscaleResult(Enum):
 
 @final
 class GradScaler:
-    """See the module docstring.
+    """Scales losses and unscales gradients.
 
     Args:
-        rules: how the factor changes.
-        unscale: divides an optimizer's gradients by a number and says what all ranks have found in them; collective.
-            (:meth:`smp_strategy.engine.engine.Engine.unscale`)
-        optimizers: all of them, where there are several that step at different times.
+        rules: How the scale changes.
+        unscale: Divides the gradients of an optimizer by a number and returns the finding of all ranks; collective
+            (:meth:`smp_strategy.engine.engine.Engine.unscale`).
+        optimizers: All optimizers, if several step at different times.
     """
 
     def __init__(
@@ -57,25 +57,25 @@ class GradScaler:
         self._optimizers = optimizers
         self._now = rules.begin()
         self._carried = self._now.scale
-        # Of those whose gradients are divided, and still wait for their step or for the `update` after it.
+        # Optimizers whose gradients are unscaled, until the `update` after their step.
         self._found: dict[Optimizer, UnscaleResult] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        # Since the last `update`, and of the last step of each.
+        # Findings since the last `update`, and the finding at the last step of each optimizer.
         self._news: set[UnscaleResult] = set()
         self._latest: WeakKeyDictionary[Optimizer, UnscaleResult] = WeakKeyDictionary()
-        # Those whose gradients are as they are: nothing has been added since.
+        # Optimizers whose gradients were unscaled since the last backward: `scale` must not rescale them.
         self._divided: WeakSet[Optimizer] = WeakSet()
 
     def is_enabled(self) -> bool:
-        """Always; without float16 there is no scaler."""
+        """Always true; without float16 there is no scaler."""
         return True
 
     def get_scale(self) -> float:
-        """The factor of the next backward."""
+        """Scale of the next backward."""
         return self._now.scale
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, a loss or a list of losses, times the factor: backward comes next."""
+        """``outputs``, a loss or a list of losses, times the scale; call it right before backward."""
         if self._carried != self._now.scale:
             for optimizer in self._optimizers():
                 if optimizer not in self._divided:
@@ -93,10 +93,10 @@ class GradScaler:
         return type(outputs)(map(self._scaled, outputs))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the factor that they carry. Collective over all ranks.
+        """Divide the gradients of ``optimizer`` by the scale that they carry. Collective over all ranks.
 
         Raises:
-            SMPError: they are divided already.
+            SMPError: They are unscaled already.
         """
         if self.has_unscaled(optimizer):
             raise SMPError(
@@ -108,11 +108,11 @@ class GradScaler:
         self._divided.add(optimizer)
 
     def has_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of ``optimizer`` are divided already, for a step that is not over."""
+        """Whether the gradients of ``optimizer`` are unscaled already, for a step that is not over."""
         return optimizer in self._found
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(...)``, unless gradients have overflowed. They are divided first if they were not."""
+        """``optimizer.step(...)`` unless gradients have overflowed. Unscales them first if necessary."""
         if not self.has_unscaled(optimizer):
             self.unscale_(optimizer)
         self._latest[optimizer] = self._found[optimizer]
@@ -124,7 +124,7 @@ class GradScaler:
         return self._latest.get(optimizer) is UnscaleResult.OVERFLOW
 
     def update(self) -> None:
-        """The optimizers have stepped: what is the next factor? Nothing changes where there were no gradients."""
+        """Set the next scale after the optimizers have stepped. Without gradients nothing changes."""
         found, self._news = self._news, set()
         for optimizer in self._stepped:
             self._found.pop(optimizer, None)
@@ -137,11 +137,11 @@ class GradScaler:
         self._now = self.rules.next(self._now, overflowed=overflowed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Such that ``torch.amp.GradScaler`` can load it."""
+        """State that ``torch.amp.GradScaler`` can load."""
         return self.rules.state_dict(self._now)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with what this class or ``torch.amp.GradScaler`` has saved."""
+        """Restore a state saved by this class or by ``torch.amp.GradScaler``."""
         if state_dict:  # PyTorch's, if it is disabled, saves nothing
             self._now = self.rules.restored(state_dict)
 

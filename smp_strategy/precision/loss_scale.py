@@ -1,11 +1,11 @@
-"""The factor that keeps the gradients of float16 activations from vanishing, and how it changes from step to step.
+"""Loss scaling rules for float16: the scale, and how it changes from step to step.
 
-Gradients below 6e-8 are zero in float16, those above 65504 infinite. So the loss is multiplied before backward, and the
-gradients are divided before anybody uses them. The factor is as large as it can be: when gradients overflow the step is
-skipped and the factor shrinks; after so many steps without overflow it grows. The rules are SageMaker's, of which
-PyTorch's ``GradScaler`` has a part, computed as there in single precision.
+In float16, gradients below 6e-8 are zero and those above 65504 infinite. So the loss is multiplied by a scale before
+backward, and the gradients are divided by it before they are used. The scale is as large as possible: when gradients
+overflow, the step is skipped and the scale shrinks; after a number of steps without overflow it grows. The rules are
+SageMaker's, a superset of PyTorch's ``GradScaler``, computed in single precision like there.
 
-Pure: a value, and the next one.
+Pure functions from one value to the next.
 """
 
 import ctypes
@@ -22,39 +22,39 @@ __all__ = ["LossScale", "ScalingRules"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """The factor, and what its next change depends on."""
+    """The scale, and the counters that its next change depends on."""
 
     scale: float
-    """What losses are multiplied by."""
+    """Factor of the loss."""
     good_steps: int = 0
-    """Steps without overflow since the last overflow, or since it has grown."""
+    """Steps without overflow since the last overflow or the last growth."""
     hysteresis: int = 1
-    """The overflow that will make it shrink: the next one, the one after that ..."""
+    """Number of overflows until the scale shrinks: 1 means at the next one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScalingRules:
-    """How the factor begins and changes."""
+    """Initial value and changes of the scale."""
 
     init_scale: float = PrecisionOptions.init_scale
-    """The first factor."""
+    """Initial scale."""
     growth_factor: float = PrecisionOptions.scale_factor
-    """It grows by this; 1 if it stays as it is."""
+    """Factor of growth; 1 for a static scale."""
     backoff_factor: float = 1 / PrecisionOptions.scale_factor
-    """It shrinks by this; 1 if it stays as it is."""
+    """Factor of shrinking; 1 for a static scale."""
     window: int = PrecisionOptions.scale_window
     """Steps without overflow after which it grows."""
     min_scale: float = PrecisionOptions.min_scale
-    """It does not shrink below this."""
+    """Lower bound when shrinking."""
     delayed_shift: int = PrecisionOptions.delayed_shift
-    """Overflows that it takes to make it shrink."""
+    """Overflows that make it shrink."""
     consecutive_hysteresis: bool = PrecisionOptions.consecutive_hysteresis
-    """Whether these have to follow each other directly; otherwise they are counted until it grows."""
+    """Whether these overflows must be consecutive; otherwise they are counted until it grows."""
 
     @classmethod
     def of(cls, options: PrecisionOptions) -> Self:
-        """Those that the user has asked for."""
+        """Rules of the user's options."""
         if isinstance(options.loss_scale, (int, float)):
             return cls.static(options.loss_scale)
         return cls(
@@ -69,7 +69,7 @@ class ScalingRules:
 
     @classmethod
     def like(cls, scaler: Any) -> Self:
-        """Those of a ``torch.amp.GradScaler``."""
+        """Rules of a ``torch.amp.GradScaler``."""
         return cls(
             init_scale=scaler.get_scale(),
             growth_factor=scaler.get_growth_factor(),
@@ -80,24 +80,24 @@ class ScalingRules:
 
     @classmethod
     def static(cls, scale: float) -> Self:
-        """A factor that stays as it is."""
+        """A scale that never changes."""
         return cls(init_scale=scale, growth_factor=1.0, backoff_factor=1.0, min_scale=scale)
 
     @property
     def is_static(self) -> bool:
-        """Whether the factor stays as it is."""
+        """Whether the scale never changes."""
         return self.growth_factor == self.backoff_factor == 1.0
 
     def begin(self) -> LossScale:
-        """The first factor."""
+        """The initial scale."""
         return LossScale(scale=_single(self.init_scale), hysteresis=self.delayed_shift)
 
     def next(self, state: LossScale, *, overflowed: bool) -> LossScale:
-        """The factor after a step.
+        """The scale after a step.
 
         Args:
-            state: the one of the step.
-            overflowed: whether the step was skipped because some gradient was infinite or no number.
+            state: Scale of the step.
+            overflowed: Whether the step was skipped because a gradient was infinite or not a number.
         """
         if overflowed:
             return self._after_overflow(state)
@@ -117,13 +117,13 @@ class ScalingRules:
         return LossScale(scale=max(smaller, min(self.min_scale, state.scale)), hysteresis=state.hysteresis)
 
     def is_stuck(self, state: LossScale) -> bool:
-        """Whether another overflow does not change the factor any more."""
+        """Whether another overflow would not change the scale."""
         return self._after_overflow(state).scale == state.scale and state.hysteresis == 1
 
-    # As PyTorch writes it down, so that either reads what the other has saved
+    # The format of PyTorch, so that either loads the states of the other
 
     def state_dict(self, state: LossScale) -> dict[str, Any]:
-        """``state`` under the names of ``torch.amp.GradScaler.state_dict``, and one of our own."""
+        """``state`` under the names of ``torch.amp.GradScaler.state_dict``, and one name of our own."""
         growth, backoff = (2.0, 0.5) if self.is_static else (self.growth_factor, self.backoff_factor)
         return {
             "scale": state.scale,
@@ -135,7 +135,10 @@ class ScalingRules:
         }
 
     def restored(self, saved: Mapping[str, Any]) -> LossScale:
-        """What a run goes on with that has ``saved``; the rules are those of this run, as is a factor that stays."""
+        """The scale with which a run resumes from ``saved``.
+
+        The rules, and a static scale, are those of this run.
+        """
         if self.is_static:
             return self.begin()
         return LossScale(

@@ -1,15 +1,15 @@
-"""Parameters that are of half precision already, and have no float32 master although ``bf16`` or ``fp16`` promises one.
+"""Float32 master weights and float32 gradients of half-precision parameters.
 
-Most updates of a weight are smaller than the distance to the next half-precision number, and vanish. Models come so
-without anybody having said it: loaded with the dtype of their checkpoint, or made under another default dtype. They may
-be looked at, and frozen ones may stay as they are (under adapters, say), but what is trained is refused.
+Parameters that already have half precision cannot get the float32 masters that ``bf16`` or ``fp16`` promise. Most
+updates of a weight are smaller than the distance to the next half-precision number, and would vanish. Models are like
+this without anyone having asked for it: loaded with the dtype of their checkpoint, or built under another default
+dtype. Inference is allowed, and frozen parameters may stay (under adapters, say), but training them is refused.
 
-Gradients of half-precision parameters are added up in float32.
-
-Microbatches and accumulated batches bring many small gradients, which half precision would lose in their sum. Autograd
-can have gradients of another dtype than their parameter, and then casts each before it is added. All that happens
-between backward and the optimizer's step, sums over ranks, the global norm, scaling, happens to these. The optimizer
-itself computes with parameter, gradient and state of one dtype, so for its step it gets the sum rounded once.
+Gradients of half-precision parameters accumulate in float32: microbatches and accumulated batches contribute many small
+gradients, whose sum would lose them in half precision. Autograd supports gradients in another dtype than the
+parameter's, and casts each before adding it. Everything between backward and the optimizer's step (sums over ranks, the
+global norm, scaling) works on these. The optimizer itself needs parameter, gradient and state in one dtype, so for its
+step the sum is rounded once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,17 +26,17 @@ __all__ = ["Fp32Gradients", "parameters_without_masters", "refuse_trained", "set
 
 
 def parameters_without_masters(module: nn.Module, options: PrecisionOptions) -> dict[str, nn.Parameter]:
-    """Those of ``module`` that are of half precision although ``options`` ask for float32 masters, by name."""
+    """Half-precision parameters of ``module``, by name, if ``options`` ask for float32 masters."""
     if not (options.bf16 or options.fp16):
         return {}
     return {name: each for name, each in module.named_parameters() if gradient_dtype(each.dtype) != each.dtype}
 
 
 def refuse_trained(parameters: Mapping[str, nn.Parameter], options: PrecisionOptions) -> None:
-    """Training begins.
+    """Check before training begins.
 
     Raises:
-        ConfigError: one of these ``parameters``, which have no masters, is trained.
+        ConfigError: One of these ``parameters``, which have no masters, is trained.
     """
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not trained:
@@ -54,9 +54,9 @@ def refuse_trained(parameters: Mapping[str, nn.Parameter], options: PrecisionOpt
 
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let the gradient of ``parameter`` be of ``dtype`` from now on; one that is there is cast."""
+    """Set the dtype of future gradients of ``parameter``, and cast the present one."""
     gradient, parameter.grad = parameter.grad, None
-    # Also where it is so already: by default it would follow the parameter's own dtype, which may change.
+    # Set even if equal: by default it would follow the parameter's own dtype, which may change.
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
@@ -64,10 +64,10 @@ def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 @final
 class Fp32Gradients:
-    """See the module docstring. In force from the construction on.
+    """Float32 gradients of half-precision parameters, from construction on.
 
     Args:
-        parameters: of any dtype.
+        parameters: Parameters of any dtype; those of half precision are affected.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -76,16 +76,16 @@ class Fp32Gradients:
         self._widen(self._parameters)
 
     def begin_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """An optimizer of ``parameters`` is about to step."""
+        """Round the gradients before an optimizer of ``parameters`` steps."""
         for parameter in self._among(parameters):
             set_gradient_dtype(parameter, parameter.dtype)
 
     def end_update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """It has."""
+        """Return to float32 gradients after the step."""
         self._widen(self._among(parameters))
 
     def end(self) -> None:
-        """The parameters are ordinary ones again."""
+        """Make the parameters ordinary ones again."""
         self.begin_update(self._parameters)
         self._known.clear()
         self._parameters.clear()

@@ -1,19 +1,18 @@
-"""Units compute in half precision, on weights that are kept in float32.
+"""Mixed precision: units compute in half precision, on weights that are stored in float32.
 
-Optimizers, hooks and checkpoints are to see the float32 *masters*, and the unit's code half-precision weights under the
-same names. So for the time of a call the places of the parameters in the unit's modules hold half-precision copies, and
-afterwards the masters again. Floating-point arguments are cast, too; what a unit returns stays as it is, so that values
-that travel between stages take half of the bytes. Autocast, under which code above the units may run, is off inside.
+Optimizers, hooks and checkpoints see the float32 *masters*; the unit's code sees half-precision weights under the same
+names. So during a call the parameter slots of the unit's modules hold half-precision copies, and afterwards the masters
+again. Floating-point arguments are cast too; results are not, so values that travel between stages take half of the
+bytes. Autocast, under which code above the units may run, is off inside.
 
-Copies are made once for each step of an optimizer, not for each microbatch: they are filled again when a step begins or
-the version of a master has changed. They are leaves of autograd, so that a gradient is passed on the moment it is
-there (buckets wait for it) and a weight's product can do its gradient later. It arrives in half precision, is cast, and
-added to the master's in float32, by a hook, which also calls what users have registered on the master.
+Copies are made once per optimizer step, not per microbatch: they are refilled when a step begins or the version of a
+master has changed. They are leaves of autograd, so a gradient is passed on as soon as it exists (buckets wait for it),
+and the weight gradient of a product can be delayed. A hook casts the half-precision gradient, adds it to the master's
+in float32, and calls the hooks that users have registered on the master.
 
-Where weights are spread over a shard group no copy is needed: they are half-precision when they are gathered
-(:mod:`smp_strategy.data_parallel.flat_buffer`), and a place that holds such a weight is left alone. So is one that
-holds a stand-in of a dry run: the oracle and measurements make these in the dtype that :meth:`MixedPrecision.dtypes_in`
-says.
+Weights that are sharded need no copy: they are gathered in half precision
+(:mod:`smp_strategy.data_parallel.flat_buffer`), and a slot with such a weight is left alone. So is a slot with a fake
+tensor of a dry run: shape inference and profiling create these in the dtype of :meth:`MixedPrecision.dtypes_in`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -31,15 +30,15 @@ __all__ = ["MixedPrecision"]
 
 
 class _ParameterSlot(NamedTuple):
-    """Where a module has a parameter."""
+    """Slot of a parameter in a module."""
 
     of_module: dict[str, Any]
     name: str
     parameter: Tensor
     flat_weights: list[Any]
-    """Recurrent modules keep a list beside."""
+    """Second list of weights that recurrent modules keep."""
     positions: tuple[int, ...]
-    """In that list."""
+    """Positions of the parameter in that list."""
 
     def put(self, tensor: Tensor) -> None:
         self.of_module[self.name] = tensor
@@ -49,31 +48,31 @@ class _ParameterSlot(NamedTuple):
 
 @final
 class MixedPrecision:
-    """See the module docstring.
+    """Half-precision computation of units.
 
     Args:
-        dtype: in what units compute.
-        device_type: where.
+        dtype: Dtype in which units compute.
+        device_type: Type of their device.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         self.dtype = dtype
         self._device_type = device_type
         self._copies: dict[int, _HalfCopy] = {}
-        self._places: dict[int, list[_ParameterSlot]] = {}
+        self._slots: dict[int, list[_ParameterSlot]] = {}
 
     @classmethod
     def asked_for(cls, options: PrecisionOptions, device_type: str) -> "MixedPrecision | None":
-        """What ``options`` ask for, if that is half precision."""
+        """Mixed precision as ``options`` ask for it, if they do."""
         dtype = compute_dtype(options)
         return None if dtype is None else cls(dtype, device_type)
 
     def dtypes_in(self, unit: nn.Module) -> dict[str, torch.dtype]:
-        """The parameters of ``unit`` that it sees in another dtype than they have, by name."""
+        """Parameters of ``unit`` that it sees in another dtype than they are stored in, by name."""
         return dtypes_in_use(unit, self.dtype)
 
     def around(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``function``, the forward of ``unit``, compute in half precision."""
+        """Wrap ``function``, the forward of ``unit``, to compute in half precision."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             casting = Casting(self.dtype)
@@ -86,10 +85,10 @@ class MixedPrecision:
         return run
 
     def around_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Let code above the units run under autocast, so that losses come out in float32."""
+        """Wrap the code above the units in autocast, so that losses come out in float32."""
 
         def run(microbatch: Any) -> Any:
-            # An optimizer may step in here: weights that autocast has cast before, and keeps, would be those of before.
+            # No cache: an optimizer may step in here, and autocast would keep the casts of the old weights.
             with torch.autocast(self._device_type, self.dtype, cache_enabled=False):
                 return step(microbatch)
 
@@ -98,52 +97,55 @@ class MixedPrecision:
     # Copies
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
-        """From now on keep copies of ``parameters``, which are whole on this rank, from their first use on."""
+        """Keep copies of ``parameters``, which are complete on this rank, from their first use on."""
         self.let_go()
         self._copies = {id(each): _HalfCopy(each, self.dtype) for each in parameters if self._is_to_be_cast(each)}
 
     def let_go(self) -> None:
-        """Keep no copies."""
+        """Free all copies."""
         for copy in self._copies.values():
             copy.let_go()
         self._copies.clear()
-        self._places.clear()
+        self._slots.clear()
 
     def refresh(self) -> None:
-        """Masters may have got new values in ways that their versions do not tell, or modules new parameters."""
+        """Invalidate the copies.
+
+        Masters may have new values that their versions do not show, or modules new parameters.
+        """
         for copy in self._copies.values():
             copy.is_current = False
-        self._places.clear()
+        self._slots.clear()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copies that there are now."""
+        """Bytes of the present copies."""
         return sum(copy.half.nbytes for copy in self._copies.values() if copy.half is not None)
 
     @contextmanager
     def _halves_in(self, unit: nn.Module) -> Iterator[None]:
-        places = self._places_in(unit)
+        slots = self._slots_in(unit)
         try:
-            for place in places:
-                place.put(self._half_of(place.parameter))
+            for slot in slots:
+                slot.put(self._half_of(slot.parameter))
             yield
         finally:
-            for place in places:
-                place.put(place.parameter)
+            for slot in slots:
+                slot.put(slot.parameter)
 
     def _half_of(self, parameter: Tensor) -> Tensor:
         copy = self._copies.get(id(parameter))
         if copy is not None:
             return copy.current()
-        # One that rests, or is gathered already, is met by its unit's own places; this is for runs that are looked at.
+        # Only traced runs come here: sharded weights are gathered in half precision, others have a kept copy.
         return parameter.to(self.dtype)
 
-    def _places_in(self, unit: nn.Module) -> list[_ParameterSlot]:
-        known = self._places.get(id(unit))
-        if known is None or any(place.of_module.get(place.name) is not place.parameter for place in known):
+    def _slots_in(self, unit: nn.Module) -> list[_ParameterSlot]:
+        known = self._slots.get(id(unit))
+        if known is None or any(slot.of_module.get(slot.name) is not slot.parameter for slot in known):
             known = list(self._found_in(unit))
-            if known and all(id(place.parameter) in self._copies for place in known):
-                self._places[id(unit)] = known
+            if known and all(id(slot.parameter) in self._copies for slot in known):
+                self._slots[id(unit)] = known
         return known
 
     def _found_in(self, unit: nn.Module) -> Iterator[_ParameterSlot]:
@@ -154,7 +156,7 @@ class MixedPrecision:
                 positions = tuple(number for number, each in enumerate(names) if each == name)
                 if parameter is None or id(parameter) in full:
                     continue
-                # The list has the real weights also where a dry run has put others into the module.
+                # The list holds the real weights even where a dry run has put others into the module.
                 if self._is_to_be_cast(parameter) or any(flat[each] is not parameter for each in positions):
                     yield _ParameterSlot(part._parameters, name, parameter, flat, positions)
 
@@ -169,11 +171,11 @@ class MixedPrecision:
 
 @final
 class _HalfCopy:
-    """The half-precision copy of a master.
+    """Half-precision copy of a master.
 
     Attributes:
-        half: the copy, if it has been used.
-        is_current: whether it may have the master's values: as far as the master's version tells.
+        half: The copy, once it has been used.
+        is_current: Whether it may have the master's values, as far as the master's version tells.
     """
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype) -> None:
@@ -184,13 +186,13 @@ class _HalfCopy:
         self.is_current = False
 
     def current(self) -> nn.Parameter:
-        """The copy, with the values that the master has now."""
+        """The copy, with the present values of the master."""
         master, half = self._master, self.half
         if half is None:
             half = self.half = self._made()
         elif self._version != master._version:
             with torch.inference_mode(False), torch.no_grad():
-                # Counted as a change, so that a graph that has saved the old values is told.
+                # An in-place change that bumps the version: a graph that has saved the old values raises.
                 half.copy_(master)
         elif not self.is_current:
             half.data.copy_(master.data)
@@ -200,18 +202,18 @@ class _HalfCopy:
         return half
 
     def let_go(self) -> None:
-        """Free it."""
+        """Free the copy."""
         self.half, self.is_current = None, False
 
     def _made(self) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():
             half = nn.Parameter(self._master.detach().to(self._dtype))
         half.grad_dtype = gradient_dtype(self._master.dtype)
-        half.register_post_accumulate_grad_hook(self._pass_on)  # it may be frozen, and unfrozen later
+        half.register_post_accumulate_grad_hook(self._pass_on)  # also if frozen: it may be unfrozen later
         return half
 
     def _pass_on(self, half: Tensor) -> None:
-        """A gradient has come, in float32 by now: let it be the master's, as if it had come there."""
+        """Move a gradient, cast to float32 by now, to the master as if it had arrived there."""
         master = self._master
         gradient, half.grad = half.grad, None
         assert gradient is not None

@@ -1,8 +1,8 @@
-"""What goes between ranks in forward, and what in backward: each sum has a copy as its counterpart.
+"""Autograd-aware collectives of tensor parallelism: each has another one of them as its backward.
 
-On a tensor-parallel group a value is *whole* (the same on all ranks), *split* (each rank has a part of it along a dim)
-or a *summand* (its sum over the ranks is meant). Forward and backward of the steps between them, as in Megatron-LM
-(Shoeybi et al. 2019; Korthikanti et al. 2022)::
+On a tensor-parallel group a value is *whole* (the same on all ranks), *split* (each rank has a part along a dim) or a
+*summand* (its sum over the ranks is meant). The conversions between them, as in Megatron-LM (Shoeybi et al. 2019;
+Korthikanti et al. 2022)::
 
     function                      forward                        backward
     copy         whole -> whole   nothing                        add_up
@@ -13,14 +13,13 @@ or a *summand* (its sum over the ranks is meant). Forward and backward of the st
     gather_split split -> whole   concatenation                  scatter_sum
     scatter_sum  summand -> split sum, this rank's part          gather_split
 
-``copy`` stands where each rank goes on with a whole value in its own way; ``gather`` where all go on alike;
-``gather_split`` is both at once, ``copy`` of ``gather``. Since the backward of each step is another one of them, second
-derivatives are right as well.
+``copy`` precedes code that differs between ranks; ``gather`` precedes code that is the same on all; ``gather_split`` is
+both at once, ``copy`` of ``gather``. Since each backward is another one of these functions, second derivatives are
+right as well.
 
-Whole tensors that parts are computed with: the gradients of several of them travel together.
-
-Where tokens are split, a norm's weight meets the tokens of this rank only, so its gradient is a summand. The weights of
-a layer are small, and one message for each would cost more than what is in it.
+:class:`ReplicatedWeights` joins the gradients of several whole tensors in one message. Under sequence parallelism, a
+norm's weight meets the tokens of this rank only, so its gradient is a summand; the weights of a layer are small, and a
+message for each would cost more than its content.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,18 +44,18 @@ __all__ = [
 
 
 def copy(whole: Tensor, group: TensorGroup) -> Tensor:
-    """``whole``, for each rank to go on with in its own way: its gradients are added up."""
+    """``whole``, for code that differs between ranks: its gradients are all-reduced."""
     result: Tensor = _CopyToRegion.apply(whole, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def copy_together(wholes: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
-    """:func:`copy` of several tensors, whose gradients travel together when all of them are there."""
+    """:func:`copy` of several tensors, whose gradients are all-reduced together once all of them exist."""
     return list(_CopyTogether.apply(group, *wholes))  # type: ignore[no-untyped-call]
 
 
 def add_up(own: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of what each rank has of its ``own``, with which all go on alike; ``own`` itself is used up."""
+    """All-reduce of the ranks' ``own``, whose memory is reused; for code that is the same on all ranks."""
     if not _can_change(own):
         own = own.clone(memory_format=torch.contiguous_format)
     result: Tensor = _AddUp.apply(own, group)  # type: ignore[no-untyped-call]
@@ -64,13 +63,13 @@ def add_up(own: Tensor, group: TensorGroup) -> Tensor:
 
 
 def summand(whole: Tensor, group: TensorGroup) -> Tensor:
-    """What adds up to ``whole``, for each rank to add something of its own before the sum."""
+    """A tensor whose sum over the ranks is ``whole``, so that each rank can add to it before the sum."""
     result: Tensor = _Summand.apply(whole, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(part: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """The ranks' parts behind each other, with which all go on alike."""
+    """All-gather of the ranks' parts along ``dim``, for code that is the same on all ranks."""
     result: Tensor = _Gather.apply(part, group, dim, lengths)  # type: ignore[no-untyped-call]
     return result
 
@@ -82,19 +81,19 @@ def split(whole: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -
 
 
 def gather_split(part: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """The ranks' parts behind each other, for each rank to go on with in its own way."""
+    """All-gather of the ranks' parts along ``dim``, for code that differs between ranks."""
     result: Tensor = _GatherSplit.apply(part, group, dim, lengths)  # type: ignore[no-untyped-call]
     return result
 
 
 def scatter_sum(own: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """This rank's part of the sum of what each rank has of its ``own``."""
+    """Reduce-scatter: this rank's part of the sum of the ranks' ``own``."""
     result: Tensor = _ScatterSum.apply(own, group, dim, lengths)  # type: ignore[no-untyped-call]
     return result
 
 
 def _can_change(tensor: Tensor) -> bool:
-    """Whether ``tensor`` can become something else in its own memory: nobody's leaf, and nothing else's view."""
+    """Whether ``tensor`` can be overwritten: it is no trainable leaf and no view."""
     return tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
 
 
@@ -106,7 +105,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # In memory of its own: a gradient may be used elsewhere as well.
+        # A copy: the gradient may be used elsewhere as well.
         return add_up(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -114,7 +113,7 @@ class _CopyTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        ctx.set_materialize_grads(False)  # those of tensors that nobody has read do not travel
+        ctx.set_materialize_grads(False)  # gradients of unused tensors are not sent
         return tuple(whole.view_as(whole) for whole in wholes)
 
     @staticmethod
@@ -153,7 +152,7 @@ class _Summand(torch.autograd.Function):
 
 
 class _Moving(torch.autograd.Function):
-    """Remembers along which dim, in which parts."""
+    """Base of the functions that move parts; saves group, dim and lengths."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -202,11 +201,11 @@ class _ScatterSum(_Moving):
 
 @final
 class ReplicatedWeights:
-    """Whole tensors, for each rank to use with its tokens: their gradients are added up, all in one message.
+    """Whole tensors that each rank uses with its own tokens: their gradients are all-reduced in one message.
 
     Args:
-        tensors: which.
-        group: the ranks.
+        tensors: The tensors.
+        group: Ranks of the tensor-parallel group.
     """
 
     def __init__(self, tensors: Iterable[Tensor], group: TensorGroup) -> None:
@@ -215,11 +214,11 @@ class ReplicatedWeights:
         self._copies: dict[int, Tensor] | None = None
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The copy of ``tensor``, if it is one of them."""
+        """The copy of ``tensor`` to compute with, if it is one of these tensors."""
         if id(tensor) not in self._tensors:
             return None
         if self._copies is None:
-            # Not before the first of them is used: a shard may have to be gathered.
+            # Only at the first use: before it, a sharded weight may not be gathered.
             wanted = {number: tensor for number, tensor in self._tensors.items() if tensor.requires_grad}
             copies = copy_together(list(wanted.values()), self._group)
             self._copies = dict(zip(wanted, copies, strict=True))

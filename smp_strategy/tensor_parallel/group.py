@@ -1,10 +1,13 @@
-"""The ranks that split layers between them, as their layers see them.
+"""``TensorGroup``: collectives among the ranks of a tensor-parallel group.
 
-Layers ask their group for sums and concatenations over its ranks. Where there are no values (fake tensors predict
-shapes and costs, meta tensors wait for values), and where one rank measures by itself what a layer costs, nothing is
-sent: the result has the right shape, dtype and memory, and that is all that counts there.
+Split layers ask their group for sums and concatenations. Nothing is sent where there are no values (fake tensors
+predict shapes and costs, meta tensors wait for values), nor while one rank alone measures the cost of a layer: the
+result has the right shape, dtype and memory, which is all that counts there.
 
 Every message is started in the order of the calls, which is the same on all ranks of the group.
+
+Before the first message of a step, and before each in a hook, ranks compare their positions (:meth:`TensorGroup.begin`,
+:meth:`TensorGroup.in_hook`): a rank in other code would join the wrong collective, or leave the others waiting.
 """
 
 import math
@@ -23,6 +26,18 @@ from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
 
+# [Note: positions of a group's ranks]
+#
+# gloo and NCCL match collectives by order alone. If one rank of a group is in a training step and another in a hook, in
+# validation, or past an exception, their all-reduces would match by accident: wrong numbers, or a hang. So before the
+# first message at a position ranks compare where they are:
+#
+#   step       once per step. If the last step has sent something, the comparison is begun with the step and awaited by
+#              the first message, so that it costs no round trip; without messages the next step awaits it.
+#   hook       before each message, because some ranks may skip any part of a user's code
+#   meeting    once for all messages inside, which all ranks are known to send
+#   alone      never: nothing is sent
+
 Memory = TypeVar("Memory")
 
 _SPLIT = "parts of layers that are split"
@@ -33,12 +48,12 @@ class TensorGroup:
     """The ranks of a tensor-parallel group.
 
     Args:
-        process_group: their process group; ``None``: nothing is ever sent (to predict what one of them does).
-        rank, size: of this process in the group, and of the group; ``None``: as ``process_group`` says.
+        process_group: Their process group; ``None``: nothing is ever sent (for predictions of one rank's work).
+        rank, size: Rank of this process and number of ranks; ``None``: those of ``process_group``.
 
     Attributes:
-        rank, size: as given.
-        sent_bytes: how many bytes of its own this rank has put into collectives.
+        rank, size: As given.
+        sent_bytes: Bytes of its own that this rank has put into collectives.
     """
 
     def __init__(
@@ -55,17 +70,18 @@ class TensorGroup:
         self._comparison: Work[None] | None = None
 
     def begin(self, what: str) -> None:
-        """A step begins, on all ranks of the group.
+        """Begin a step; on all ranks of the group.
 
-        Ranks that are elsewhere would take part in the same sums, or in others by mistake. So before something is sent
-        in it for the first time, ranks compare where they are. If the last step has sent something this one will, too,
-        and the comparison is under way until then.
+        Ranks in other code would join the same sums, or others, by mistake. So ranks compare their positions before the
+        first message of the step. If the last step has sent something, this one is expected to, too, and the comparison
+        runs in the background until then.
 
         Args:
-            what: in words that go on from "waits for".
+            what: Name of the step, to follow "waits for" in messages.
         """
+        # See [Note: positions of a group's ranks].
         comparison, self._comparison = self._comparison, None
-        if comparison is not None:  # the last step has sent nothing
+        if comparison is not None:  # unused, because the last step has sent nothing
             comparison.wait()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
             self._comparison = collectives.compare_places(what, self._backend)
@@ -73,9 +89,9 @@ class TensorGroup:
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:
-        """Code of the user runs in here, which some ranks may leave out.
+        """Context for user code that some ranks may skip.
 
-        So ranks compare where they are before each collective, or once for those of one :meth:`meeting`.
+        Ranks compare their positions before each collective, or once for those of one :meth:`meeting`.
         """
         before = self._place, self._is_agreed, self._is_in_hook
         self._place, self._is_agreed, self._is_in_hook = "values of split layers in a hook", False, True
@@ -86,13 +102,13 @@ class TensorGroup:
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:
-        """In here all ranks of the group do the same, and compare that now if they are in a hook.
+        """Context in which all ranks of the group do the same; in a hook they compare their positions first.
 
         Args:
-            what: that is, as for :meth:`begin`.
+            what: Name of the action, as for :meth:`begin`.
 
         Raises:
-            ApartError: other ranks do something else.
+            ApartError: Other ranks do something else.
         """
         if not self._is_in_hook or self._is_agreed or self._is_alone or self.size == 1:
             yield
@@ -105,14 +121,14 @@ class TensorGroup:
             self._is_agreed = False
 
     def numbers(self, number: int, what: str) -> list[int]:
-        """The ranks' ``number``; ``what`` and what is raised as for :meth:`meeting`."""
+        """All-gather of one number; ``what`` and errors as for :meth:`meeting`."""
         return collectives.gather_numbers(number, what, self._backend)
 
     def _agree(self) -> None:
-        """Make sure that the others are where this rank is.
+        """Wait until all ranks are known to be at the same position.
 
         Raises:
-            ApartError: they are not.
+            ApartError: They are not.
         """
         self._is_agreed = not self._is_in_hook
         if self._is_in_hook or self._comparison is None:
@@ -123,7 +139,7 @@ class TensorGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing is sent in here: the other ranks do not come along."""
+        """Context in which nothing is sent, because the other ranks do not take part."""
         before, self._is_alone = self._is_alone, True
         try:
             yield
@@ -141,10 +157,10 @@ class TensorGroup:
         return True
 
     def start_sum(self, tensor: Tensor) -> Work[object] | None:
-        """Begin to add up the ranks' ``tensor`` in place; wait for what is returned before it is used.
+        """Begin an all-reduce of ``tensor`` in place; wait for the returned handle before using it.
 
         Args:
-            tensor: contiguous, of one shape on all ranks; gets the sum, the same bits on all ranks.
+            tensor: Contiguous, of one shape on all ranks; gets the sum, bitwise equal on all ranks.
         """
         if not self.sends(tensor):
             return None
@@ -152,51 +168,51 @@ class TensorGroup:
         return collectives.all_reduce(tensor, group=self._group, doing=_SPLIT)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' ``tensor`` (contiguous) in place, and return it."""
+        """All-reduce of ``tensor`` (contiguous) in place; returns it."""
         if (work := self.start_sum(tensor)) is not None:
             work.wait()
         return tensor
 
     def most(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum of the ranks' ``tensor`` (contiguous), in place, and return it."""
+        """Elementwise maximum of the ranks' ``tensor`` (contiguous), in place; returns it."""
         if self.sends(tensor):
             self.sent_bytes += tensor.nbytes
             collectives.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, doing=_SPLIT).wait()
         return tensor
 
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The ranks' parts behind each other.
+        """All-gather of parts of different lengths.
 
         Args:
-            part: this rank's; ``part.shape[dim] == lengths[rank]``.
-            dim: along which they stand.
-            lengths: of the ranks' parts along ``dim``.
+            part: This rank's part; ``part.shape[dim] == lengths[rank]``.
+            dim: Dim of concatenation.
+            lengths: Lengths of the ranks' parts along ``dim``.
         """
         shapes = [_with(part.shape, dim, length) for length in lengths]
         if not self.sends(part):
             others = [part if rank == self.rank else part.new_zeros(shape) for rank, shape in enumerate(shapes)]
             return torch.cat(others, dim)
         self.sent_bytes += part.nbytes
-        # Parts of one size are what all backends can exchange.
+        # Padded to one size: all backends can exchange that.
         longest = max(math.prod(shape) for shape in shapes)
         own, found = part.new_empty(longest), part.new_empty(self.size * longest)
         if part.numel() == longest and part.is_contiguous():
             own = part.view(-1)
         else:
             _begin_of(own, part.shape).copy_(part)
-        # As bytes, since backends do not know all dtypes. (The public functions have other names in each release.)
+        # As bytes, since backends lack some dtypes. (The names of the public functions change between releases.)
         group, sent = self._backend, own.view(torch.uint8)
         collectives.begin(_SPLIT, group, lambda: group._allgather_base(found.view(torch.uint8), sent)).wait()
         rows = found.view(self.size, longest)
         return torch.cat([_begin_of(row, shape) for row, shape in zip(rows, shapes, strict=True)], dim)
 
     def scatter_sum(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """This rank's part of the sum of the ranks' ``whole``.
+        """Reduce-scatter: this rank's part of the sum of the ranks' ``whole``.
 
         Args:
-            whole: of one shape on all ranks; ``whole.shape[dim] == sum(lengths)``.
-            dim: along which the sum is cut.
-            lengths: of the ranks' parts along ``dim``.
+            whole: Of one shape on all ranks; ``whole.shape[dim] == sum(lengths)``.
+            dim: Dim along which the sum is cut.
+            lengths: Lengths of the ranks' parts along ``dim``.
         """
         parts = whole.split(list(lengths), dim)
         if not self.sends(whole):
@@ -208,7 +224,7 @@ class TensorGroup:
             _begin_of(row, part.shape).copy_(part)
         group, options = self._backend, dist.ReduceScatterOptions()
         collectives.begin(_SPLIT, group, lambda: group._reduce_scatter_base(total, sent, options)).wait()
-        # Not a view, for autograd: it may be changed in place.
+        # Detached, so that autograd does not take it for a view: it may be changed in place.
         return _begin_of(total, parts[self.rank].shape).detach()
 
     @property
@@ -217,28 +233,28 @@ class TensorGroup:
         return self._group
 
     def objects(self, value: Any) -> list[Any]:
-        """The ranks' ``value``, any that can be pickled."""
+        """All-gather of ``value``, any object that can be pickled."""
         return collectives.gather_objects(value, "what ranks know of split layers", self._group)
 
     def remember(self, memory: object) -> None:
-        """Keep ``memory`` for layers that are called later, instead of the last one of its class."""
+        """Store ``memory`` for layers that are called later, replacing the last one of its class."""
         self._memories[type(memory)] = memory
 
     def recall(self, kind: type[Memory]) -> Memory | None:
-        """What is remembered of this class."""
+        """The stored memory of this class."""
         return self._memories.get(kind)
 
     def forget(self, kind: type) -> None:
-        """What is remembered of this class is over."""
+        """Drop the stored memory of this class."""
         self._memories.pop(kind, None)
 
     def close(self) -> None:
-        """Let go of the process group: nothing can be sent any more."""
+        """Release the process group; nothing can be sent afterwards."""
         self._group = self._comparison = None
         self._is_agreed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copied layer is one of the same ranks.
+        # A copied layer belongs to the same ranks.
         return self
 
 
@@ -249,5 +265,5 @@ def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
 
 
 def _begin_of(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """As much of ``flat`` as ``shape`` needs."""
+    """First elements of ``flat``, as many as ``shape`` needs, in that shape."""
     return flat[: math.prod(shape)].view(shape)

@@ -1,15 +1,15 @@
-"""One batch of what the ranks of a tensor-parallel group have read, each for itself (``prescaled_batch=False``).
+"""All-gather of the batches that the ranks of a tensor-parallel group have read (``prescaled_batch=False``).
 
-The ranks of a group have parts of one model, so each of them computes something of every sample: words of its part of
-the vocabulary, its heads, its columns. So before a step samples are brought together, those of the first rank first,
-and from then on all ranks have one batch, as if they had read it alike. Tokens, labels and images are small beside
-activations. What is large, the stream between the blocks of a transformer, is then cut by samples again, and
-each rank keeps some of them only (:mod:`smp_strategy.tensor_parallel.sequence_parallel`).
+Ranks of a group have parts of one model, so each of them computes something of every sample: words of its part of the
+vocabulary, its heads, its columns. So before a step samples are gathered, in the order of the ranks, and all ranks
+continue with one batch, as if they had read the same. Tokens, labels and images are small beside activations. The large
+residual stream between the blocks of a transformer is then split by samples again, and each rank keeps some of them
+(:mod:`smp_strategy.tensor_parallel.sequence_parallel`).
 
-What is brought together is what a batch is cut into microbatches by: dim 0 of tensors, and lists with one item per
-sample (:mod:`smp_strategy.model.samples`). Ranks may have different numbers of samples. Anything else is not per
-sample: it must be the same on all ranks, which go on as if there were one. That is compared, as are the other sizes of
-tensors, by all ranks alike, so that all of them raise the same error.
+Gathered are the leaves that microbatches are cut from: dim 0 of tensors, and lists with one item per sample
+(:mod:`smp_strategy.model.samples`). Ranks may have different numbers of samples. Any other leaf must be the same on all
+ranks. That is compared, as are the other sizes of tensors, on all ranks alike, so that all of them raise the same
+error.
 """
 
 import pickle
@@ -39,35 +39,35 @@ __all__ = ["join"]
 
 
 class _Leaf(NamedTuple):
-    """What other ranks must know of something in a batch."""
+    """Description of a leaf of a batch for other ranks."""
 
     kind: str
-    """What must be the same on all ranks, as they are told if it is not."""
+    """Text that must be equal on all ranks; part of the error if it is not."""
     content: int = 0
-    """A number that depends on the values, where these must be the same."""
+    """Checksum of values that must be equal on all ranks."""
     items: Any = None
     """A list with one item per sample, or an array."""
 
 
 class _Described(NamedTuple):
-    """What other ranks must know of a batch."""
+    """Description of a batch for other ranks."""
 
     samples: int | None
     leaves: list[_Leaf]
     problem: str = ""
-    """Why it cannot be joined with others."""
+    """Reason why it cannot be joined with others."""
 
 
 def join(batch: Any, group: TensorGroup, known: BatchSource | None = None) -> tuple[Any, BatchSource | None]:
-    """The samples of all ranks of ``group``, in their order, and where they are. Collective.
+    """The samples of all ranks of ``group`` in one batch, and their positions. Collective.
 
     Args:
-        batch: what this rank has read.
-        group: the ranks.
-        known: what the data loader says of the samples in ``batch``.
+        batch: Batch of this rank.
+        group: Ranks of the tensor-parallel group.
+        known: Positions of samples in ``batch``, as the data loader tells them.
 
     Raises:
-        UnsupportedError: batches do not go together; on all ranks.
+        UnsupportedError: Batches do not fit together; raised on all ranks.
     """
     samples = find_samples(batch, known)
     ranks: list[_Described] = group.objects(_described(batch, samples, known))

@@ -1,9 +1,9 @@
-"""Regions in which activations are split: they begin at column-parallel layers and end at row-parallel ones.
+"""Column- and row-parallel layers: a region of split activations begins at the former and ends at the latter.
 
-A column-parallel layer has some of the outputs: it reads a whole tensor, and each rank goes on with outputs of its own.
-A row-parallel layer has some of the inputs: what the ranks compute is added up, and all go on with the sum. A
-column-parallel layer, anything that treats each output alike, and a row-parallel layer together cost one sum in forward
-and one in backward, both of the size of a whole activation, which is the least.
+A column-parallel layer has some of the outputs: it reads a whole tensor, and each rank computes its own outputs. A
+row-parallel layer has some of the inputs: the ranks' results are all-reduced. A column-parallel layer, any function
+that treats each output alike, and a row-parallel layer together cost one sum in forward and one in backward, each of
+the size of a whole activation, which is the minimum (Megatron-LM, Shoeybi et al. 2019).
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 __all__ = ["ColumnParallelLayer", "RowParallelLayer"]
 
 Blocks = Sequence[Sequence[int]]
-"""For each fused matrix the lengths of the ranks' parts."""
+"""For each fused matrix, the lengths of the ranks' parts."""
 
 
 class ColumnParallelLayer(SplitLayer):
     """A layer with some of the outputs.
 
     Attributes:
-        gather_output: whether the result has the outputs of all ranks, and all go on alike.
-        looks_whole: whether the result is a split tensor, which code uses as if it were whole.
-        shares_input: whether other layers of the region read the same tensor.
-        randomness: what the region draws from, if random numbers are drawn in it.
+        gather_output: Whether the outputs of all ranks are gathered, for code that is the same on all.
+        looks_whole: Whether the result is a split tensor, which code uses as if it were whole.
+        shares_input: Whether other layers of the region read the same tensor.
+        randomness: Random numbers of the region, if any are drawn in it.
     """
 
     weight: nn.Parameter
@@ -41,10 +41,10 @@ class ColumnParallelLayer(SplitLayer):
     shares_input: bool
     randomness: RegionRng | None
     _features: int
-    """The dim of activations that is split."""
+    """Dim of activations that is split."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a whole ``x``, or a split one."""
+        """Outputs of this rank for ``x``, which is whole or split."""
         if self.randomness is not None and self.training:
             self.randomness.enter(x.part if isinstance(x, InParts) else x, self)
         y = self._product(x)
@@ -67,9 +67,9 @@ class RowParallelLayer(SplitLayer):
     """A layer with some of the inputs.
 
     Attributes:
-        splits_input: whether it gets inputs of all ranks, and reads its part of them.
-        splits_output: the dim along which the result is split, where it is not to be the same on all ranks.
-        randomness: what the region that ends here has drawn from.
+        splits_input: Whether it gets the inputs of all ranks, and reads its part of them.
+        splits_output: Dim along which the result is split, if it is not to be the same on all ranks.
+        randomness: Random numbers of the region that ends here.
     """
 
     weight: nn.Parameter
@@ -78,21 +78,21 @@ class RowParallelLayer(SplitLayer):
     splits_output: int | None = None
     randomness: RegionRng | None
     _features: int
-    """The dim of activations that is split."""
+    """Dim of activations that is split."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same on all ranks, or split along another dim."""
+        """Sum over all ranks, whole or split along another dim."""
         bias = None if self.bias is None else summand(self.bias, self.group)
         own = self._product(self._part(x) if self.splits_input or isinstance(x, InParts) else x, bias)
         dim = self.splits_output
-        # Where samples and tokens are one dim, features stand there.
+        # If samples and tokens share one dim, this dim holds the features.
         y = leave(own, self.group, None if dim is None or own.dim() <= dim + 1 else dim)
         if self.randomness is not None:
             self.randomness.leave()
         return y
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Of this rank."""
+        """Summand of this rank."""
         raise NotImplementedError
 
     def _part(self, x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Where a split region begins and ends: whole values come in, and a sum of all ranks comes out.
+"""Boundary of a split region: inputs get their gradients all-reduced, outputs are summed over the ranks.
 
-Everything in between is a matter of each rank, so whatever comes in has a gradient that must be added up. Where several
-layers of a region read the same tensor (queries, keys and values), one sum is enough for all of them: the tensor that
-came in last is remembered together with its copy, until the region ends.
+Inside a region each rank computes something else, so the gradient of every input must be summed. If several layers of a
+region read the same tensor (queries, keys and values), one sum is enough: the last input is remembered together with
+its copy until the region ends.
 
-A tensor of which each rank has a part is put together for them, and its gradient goes back in parts. Keeping the whole
-for the gradients of their weights would cost what the parts save. So a rank keeps its part, and in backward the parts
-are put together once more, when the first of these layers needs the whole (:class:`RegionReaders`).
+A split input is gathered, and its gradient is reduce-scattered. Keeping the gathered tensor for the weight gradients
+would cost the memory that splitting saves. So a rank keeps its part, and backward gathers again when the first of these
+layers needs the whole (:class:`RegionReaders`).
 """
 
 from typing import NamedTuple, TypeGuard, final
@@ -24,13 +24,13 @@ __all__ = ["Entered", "RegionReaders", "as_computed", "enter", "enter_parts", "l
 
 @final
 class RegionReaders:
-    """The layers that need a whole tensor again in backward.
+    """Layers that need the gathered input again in backward.
 
     Args:
-        along: how it is split.
+        along: How the input is split.
 
     Attributes:
-        left: how many of them are still to come.
+        left: Number of layers whose backward is still to come.
     """
 
     def __init__(self, along: Along) -> None:
@@ -39,7 +39,7 @@ class RegionReaders:
         self._whole: Tensor | None = None
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor, of which this rank has kept ``part``."""
+        """The whole tensor from the ranks' ``part``; gathered once for all of these layers."""
         group, dim, lengths = self._along
         whole = group.gather(part, dim, lengths) if self._whole is None else self._whole
         self.left -= 1
@@ -49,25 +49,25 @@ class RegionReaders:
 
 @final
 class Entered(NamedTuple):
-    """What came in."""
+    """An input of a region."""
 
     tensor: Tensor
     version: int
-    """Of ``tensor`` when it came in: a later change in place makes it another value."""
+    """Version of ``tensor`` at its entrance: after an in-place change it is another value."""
     dtype: torch.dtype
-    """In which layers read it: autocast begins and ends."""
+    """Dtype in which layers read it; differs under autocast."""
     has_graph: bool
-    """Whether gradients are wanted."""
+    """Whether gradients are recorded."""
     whole: Tensor
-    """For layers to read; their gradients are added up."""
+    """Tensor for layers to read; its gradients are all-reduced."""
     part: Tensor | None
-    """What this rank has of it, if it came in parts."""
+    """This rank's part, if the input is split."""
     readers: RegionReaders | None
-    """Likewise."""
+    """Its readers, if the input is split."""
 
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """``tensor``, whole, for layers of a region to read; they share one sum of its gradients."""
+    """The input of a region for layers to read; they share one sum of its gradients."""
     if isinstance(tensor, InParts):
         return enter_parts(tensor, group).whole
     if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -80,12 +80,12 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 
 def enter_parts(tensor: InParts, group: TensorGroup, *, shares: bool = True) -> Entered:
-    """The same for a tensor that comes in parts.
+    """:func:`enter` for a split tensor.
 
     Args:
-        tensor: what comes in.
-        group: of the layers.
-        shares: whether other layers will read it.
+        tensor: The split input.
+        group: Group of the layers.
+        shares: Whether other layers will read it.
     """
     state = _state_of(tensor)
     if not _is_in(found := group.recall(Entered), state):
@@ -97,12 +97,12 @@ def enter_parts(tensor: InParts, group: TensorGroup, *, shares: bool = True) -> 
 
 
 def leave(own: Tensor, group: TensorGroup, dim: int | None = None) -> Tensor:
-    """The sum of what each rank has of its ``own``, which is used up.
+    """Sum of the ranks' ``own``, whose memory is reused.
 
     Args:
-        own: of this rank.
-        group: the ranks.
-        dim: along which the sum is split; ``None``: all have it.
+        own: Summand of this rank.
+        group: Ranks of the tensor-parallel group.
+        dim: Dim along which the sum is split; ``None``: all ranks get the whole.
     """
     group.forget(Entered)
     if dim is None:
@@ -112,7 +112,7 @@ def leave(own: Tensor, group: TensorGroup, dim: int | None = None) -> Tensor:
 
 
 def as_computed(tensor: Tensor) -> Tensor:
-    """In the dtype in which a product of matrices is computed: sums of gradients go over the wire in it."""
+    """``tensor`` in the dtype in which matrix products are computed, so that gradients are summed in it."""
     dtype = _dtype_of(tensor)
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 

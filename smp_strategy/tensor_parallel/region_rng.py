@@ -1,14 +1,13 @@
-"""Random numbers that differ between ranks inside a split region, and are the same outside.
+"""Random numbers in split regions: different on each rank inside, the same on all ranks outside.
 
-Where activations are whole, dropout must be the same on all ranks; where they are split, each rank has other elements,
-which must not be dropped in the same pattern. So on entering a region a number is drawn from the ordinary generator,
-which is in the same state on all ranks, its state is put aside, and it goes on from a seed that the number and the rank
-make. On leaving the state comes back.
+Outside, activations are whole and dropout must be the same on all ranks; inside, each rank has other elements, which
+must not be dropped in the same pattern. So on entering a region a number is drawn from the ordinary generator, which
+has the same state on all ranks; its state is saved, and it is seeded from that number and the rank. On leaving the
+state is restored.
 
-Nothing else is remembered. What brings back the state of the generator and computes again, as
-``torch.utils.checkpoint`` does, draws the same numbers again. It also stops before the end when it has what it needs,
-so a region may be left by an exception, after which somebody else has put the state back or not. The generator itself
-tells: it knows the seed that it began with.
+Nothing else is stored. Code that restores the generator and recomputes, such as ``torch.utils.checkpoint``, draws the
+same numbers again. It also stops early, once it has what it needs, so a region may be left by an exception, with or
+without the generator's state restored. The generator itself tells: it knows the seed that it began with.
 """
 
 from typing import NamedTuple, final
@@ -23,28 +22,28 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 __all__ = ["RegionRng"]
 
 _OFFSETS_OF_A_CALL = 4
-"""By which generators of CUDA advance at least."""
+"""Minimum advance of a CUDA generator per call."""
 
 
 @final
 class _InRegion(NamedTuple):
-    """That a region has been entered."""
+    """State of an entered region."""
 
     opener: object
-    """The layer that did it."""
+    """Layer that has entered it."""
     generator: torch.Generator
     seed: int
-    """With which the generator began there."""
+    """Seed of the generator inside."""
     outside: Tensor
-    """The generator's state before."""
+    """State of the generator before."""
 
 
 @final
 class RegionRng:
-    """Of a split region; the layers at its ends share one.
+    """Random numbers of a split region; shared by the layers at its ends.
 
     Args:
-        group: the ranks whose numbers differ.
+        group: Ranks whose numbers differ.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -52,35 +51,35 @@ class RegionRng:
         self._inside: _InRegion | None = None
 
     def enter(self, x: Tensor, layer: object) -> None:
-        """From now on draw numbers of this rank's own, unless that has begun already.
+        """Draw this rank's own numbers from now on, unless that has begun already.
 
         Args:
-            x: on the device for which they are drawn.
-            layer: which the region begins with. Where several read one tensor, the first of them counts.
+            x: Tensor on the device of the generator.
+            layer: First layer of the region. If several read one tensor, the first of them counts.
         """
         if not self._group.sends(x):
             return
         if self._inside is not None:
             if self._inside.opener is not layer:
                 return
-            self.leave()  # what should have done it was not reached
+            self.leave()  # the end of the last region was not reached
         generator = generator_of(x.device)
         seed = derive_seed(*_drawn(generator), self._group.rank)
         self._inside = _InRegion(layer, generator, seed, generator.get_state())
         generator.manual_seed(seed)
         if torch._C._current_graph_task_id() != -1:
-            # Computed again in a backward, which stops before the end of a region when it has what it needs.
+            # A recomputation, which may stop before the end of the region.
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self) -> None:
-        """Draw what all ranks draw."""
+        """Return to the random numbers that all ranks draw."""
         inside, self._inside = self._inside, None
         if inside is not None and inside.generator.initial_seed() == inside.seed:
             inside.generator.set_state(inside.outside)
 
 
 def _drawn(generator: torch.Generator) -> tuple[int, ...]:
-    """Numbers that come once; the generator goes on."""
+    """Numbers that occur only once; advances the generator."""
     if generator.device.type == "cuda":
         # A draw would wait for the device.
         offset = generator.get_offset()

@@ -1,17 +1,17 @@
 """Sequence parallelism: between split regions each rank has some of the tokens.
 
-Tensor parallelism leaves what stands between the regions as it is: norms, dropout and sums of the residual stream are
-computed by all ranks alike, and each keeps all activations of them. They treat each token by itself, so each rank can
-have some tokens: the stream is a :class:`~smp_strategy.tensor_parallel.sharded_tensor.tensor.SplitTensor` along the
-sequence. A region then begins with gathering its parts, and ends with a sum of which each rank gets its part, which
-together is as much to send as the one sum of all before (Korthikanti et al. 2022). A rank keeps its part only, so parts
-are gathered once more in backward, for the gradients of weights.
+Tensor parallelism does not touch the code between regions: norms, dropout and the residual stream are computed, and
+their activations kept, by all ranks alike. They treat each token by itself, so each rank can take some tokens: the
+stream is a :class:`~smp_strategy.tensor_parallel.sharded_tensor.tensor.SplitTensor` along the sequence. A region then
+begins with an all-gather and ends with a reduce-scatter, which together send as much as the one all-reduce before
+(Korthikanti et al. 2022). A rank keeps only its part, so parts are gathered once more in backward, for the gradients of
+weights.
 
-Code of the layers goes on unchanged. A chain of them (:class:`SequenceParallel`) splits the stream at its beginning,
-and at each layer that gets it whole, as from another pipeline stage; at the end it is put together.
+The code of the layers is unchanged. A chain of them (:class:`SequenceParallel`) splits the stream at its beginning, and
+at each layer that gets it whole, such as the first one of a pipeline stage; at the end the stream is gathered.
 
-Weights of norms meet the tokens of this rank only, so their gradients are summands. They are added up together, once
-for each layer (:mod:`~smp_strategy.tensor_parallel.autograd_collectives`).
+Weights of norms meet the tokens of this rank only, so their gradients are all-reduced, in one message per layer
+(:mod:`~smp_strategy.tensor_parallel.autograd_collectives`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,11 +31,11 @@ from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 __all__ = ["SequenceParallel", "chains"]
 
 _STREAM = "hidden_states"
-"""What Hugging Face calls the first argument of its layers."""
+"""Name of the first argument of Hugging Face's layers."""
 
 
 def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """The lists of layers in ``module`` whose stream can be split, by name: those with a region in each layer."""
+    """Lists of layers in ``module`` whose stream can be split, by name: those with a region in each layer."""
     found: dict[str, list[nn.Module]] = {}
     inside: set[nn.Module] = set()
     for name, layers in module.named_modules():
@@ -51,18 +51,18 @@ def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
 
 @final
 class SequenceParallel:
-    """Lets the residual stream of a chain of layers be split along the sequence.
+    """Splits the residual stream of a chain of layers along the sequence.
 
     The first argument of each layer is the stream, and so is its result, or the first element of it.
 
     Args:
-        layers: in the order in which the stream passes them; their regions are split already.
-        group: the ranks.
-        dim: along which tokens stand.
-        ends_whole: whether the result of the last layer is put together; otherwise it goes on as a split tensor.
+        layers: Layers in the order in which the stream passes them; their regions are split already.
+        group: Ranks of the tensor-parallel group.
+        dim: Dim of the tokens.
+        ends_whole: Whether the result of the last layer is gathered; otherwise it stays a split tensor.
 
     Raises:
-        CannotSplit: a layer has a ``forward`` on its instance, or is a part itself.
+        CannotSplit: A layer has a ``forward`` on its instance, or is split itself.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SequenceParallel:
         ]
 
     def remove(self) -> None:
-        """Let layers be as they were."""
+        """Restore the layers."""
         for row in self._rows:
             row.splits_output = None
         for layer in self._layers:
@@ -89,10 +89,10 @@ class SequenceParallel:
 
 
 class SequenceParallelLayer(SplitLayer):
-    """One of the layers of a chain.
+    """A layer of a chain.
 
-    Its ``forward`` is replaced, instead of hooks being registered: those of a pipeline's units run where values may
-    not be.
+    Its ``forward`` is replaced instead of registering hooks: hooks of a pipeline's units may run where values do not
+    exist.
     """
 
     _dim: int
@@ -100,11 +100,11 @@ class SequenceParallelLayer(SplitLayer):
 
     @classmethod
     def from_dense(cls, layer: nn.Module, group: TensorGroup, dim: int, *, ends_whole: bool) -> Self:
-        """Change ``layer`` in place. See :class:`SequenceParallel`."""
+        """Change ``layer`` in place. Arguments as in :class:`SequenceParallel`."""
         return cls._split(layer, group, {}, {}, {"_dim": dim, "_ends_whole": ends_whole})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the dense layer computes, with its first argument in parts."""
+        """Result of the dense layer for its first argument in parts."""
         args, kwargs = self._in_parts(args, kwargs)
         self.group.remember(ReplicatedWeights(_whole_parameters(self), self.group))
         try:
@@ -127,7 +127,7 @@ class SequenceParallelLayer(SplitLayer):
 
 
 def _whole_parameters(layer: nn.Module) -> Iterable[Tensor]:
-    """Those that are the same on all ranks."""
+    """Parameters that are the same on all ranks."""
     for module in layer.modules():
         if not isinstance(module, SplitLayer):
             yield from (parameter for parameter in module._parameters.values() if parameter is not None)

@@ -1,9 +1,9 @@
-"""Layers of a module become parts of themselves, in place, and whole layers again.
+"""``split_layers``: splits layers of a module in place, and makes them whole again.
 
-What is split, and how, is decided by all ranks from the same module, before anything is changed
-(:mod:`smp_strategy.tensor_parallel.plan.resolve`), and compared: ranks that split differently would wait for each other
-for ever. A layer may still refuse when its turn comes (a ``forward`` of its own, say). Then everything that has been
-split becomes whole again, and the decision is made once more without its block.
+All ranks decide from the same module what is split and how, before anything is changed
+(:mod:`smp_strategy.tensor_parallel.plan.resolve`), and compare their decisions: ranks that split differently would wait
+for each other for ever. A layer may still refuse when it is split (because of a ``forward`` of its own, say). Then all
+split layers are made whole, and the decision is repeated without its block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.attention import SomeHeads
 from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit
@@ -45,14 +45,14 @@ __all__ = ["SplitModule", "split_layers"]
 @final
 @dataclass(frozen=True)
 class SplitModule:
-    """A module some of whose layers are split.
+    """A module with split layers.
 
     Attributes:
-        cuts: how parameters are divided; those that are not in here are the same on all ranks.
-        report: what became of each layer.
-        appearance: what it looked like before.
-        watched: what has been seen in the step.
-        blocks: what is split together.
+        cuts: Cuts of the split parameters; others are the same on all ranks.
+        report: How each layer was split, or why not.
+        appearance: Classes and sizes of its modules before the split.
+        watched: Observations of the traced step.
+        blocks: Layers that are split together.
     """
 
     cuts: Mapping[nn.Parameter, Cut]
@@ -78,22 +78,23 @@ def split_layers(
     run_step: Callable[[], Any] | None = None,
     before: ObservedLayers | None = None,
 ) -> SplitModule:
-    """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
+    """Split layers of ``module`` over the ranks of ``group``, in place. Collective, with the same module on all ranks.
 
     Args:
-        module: the whole module, with the same values on all ranks.
-        group: the ranks that get the parts.
-        patterns: layers that the user names, with their styles; they go before what is known of the model.
-        strict: make it an error if a layer stays whole that the user has not said is to.
-        stream_dim: along which activations between the blocks of transformers are split as well: 0 for samples, 1 for
+        module: The whole module, with the same values on all ranks.
+        group: Ranks that get the parts.
+        patterns: Styles by name pattern, from the user; they take precedence over everything known of the model.
+        strict: Raise if a layer stays whole that the user has not excluded.
+        stream_dim: Dim along which activations between transformer blocks are split as well: 0 for samples, 1 for
             tokens; ``None``: they are not.
-        run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
-            looked for, and layers trusted to be the only ones that read their weights.
-        before: what was seen when the module was split before; its pairs are split again, whatever ``run_step`` is.
+        run_step: Computes the loss once, to observe pairs of linear layers and the readers of weights; ``None``: no
+            pairs are looked for, and layers are trusted to be the only readers of their weights.
+        before: Observations from when the module was split before; its pairs are split again, whatever ``run_step``
+            is.
 
     Raises:
-        ConfigError: a pattern matches nothing, its style is unknown, or what it names cannot be split; layers stay
-            whole under ``strict``; ranks do not decide alike.
+        ConfigError: A pattern matches nothing, its style is unknown, or its layer cannot be split; layers stay
+            whole under ``strict``; ranks decide differently.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     watched = ObservedLayers() if run_step is None or group.size == 1 else watch(modules, run_step)
@@ -114,6 +115,7 @@ def split_layers(
                 report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
             return SplitModule(_cuts(module), report, appearance, watched, choice.blocks, undo)
+        # A refusal may leave out bonded and tied blocks as well, so everything is decided again.
         SplitModule({}, report, appearance, watched, (), undo).to_dense()
         refused |= failed
 
@@ -123,7 +125,7 @@ def _blocks(
     patterns: Mapping[str, str],
     watched: ObservedLayers,
 ) -> Iterator[LayerBlock]:
-    """What all sources say, in order."""
+    """Blocks of all sources, in order of precedence."""
     into = {column: pair.row for pair in watched.pairs for column in pair.columns}
     yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
     yield from registered_blocks(modules)
@@ -134,7 +136,7 @@ def _blocks(
 
 
 def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, strict: bool) -> None:
-    """Raise what is an error before anything is split."""
+    """Raise errors before anything is split."""
     problems = [
         f"`tensor_parallel` names `{name}`, which cannot be split: {reason}."
         for name, (source, reason) in choice.reasons.items()
@@ -163,7 +165,7 @@ def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, stri
 def _split_all(
     choice: SplitDecision, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
 ) -> dict[str, str] | None:
-    """Split what is chosen; the block that refuses, with its reason."""
+    """Split the chosen blocks; returns the block that refuses, with its reason."""
     for block in choice.blocks:
         try:
             _split_block(block, modules, group, undo)

@@ -1,7 +1,7 @@
-"""The split layers of a module from the first step of a run to its end, as the engine meets them.
+"""``SplitLayerSet``: the split layers of a module during a run, as the engine uses them.
 
-Where only some ranks get the whole module back, others may get it later. Those that have it by then take part with
-their parts again, and keep the whole.
+The whole module may return on some ranks first and on others later. Ranks that have it already take part with their
+parts again, and keep the whole.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 from smp_strategy.tensor_parallel.plan.hooks import hook_problem
@@ -23,16 +23,16 @@ __all__ = ["SplitLayerSet"]
 
 @final
 class SplitLayerSet:
-    """See the module docstring.
+    """The split layers of a module.
 
     Args:
-        module: whose layers are split, just now.
-        group: the ranks that have the parts.
+        module: The split module.
+        group: Ranks that have the parts.
 
     Attributes:
-        parts: what is split.
-        report: what became of each layer.
-        watched: what was seen in the step before.
+        parts: The split parameters.
+        report: How each layer was split, or why not.
+        watched: Observations of the traced step.
     """
 
     def __init__(self, module: SplitModule, group: TensorGroup) -> None:
@@ -44,16 +44,16 @@ class SplitLayerSet:
 
     @property
     def cuts(self) -> Mapping[nn.Parameter, Cut]:
-        """How parameters are divided."""
+        """Cuts of the split parameters."""
         return self.parts.cuts
 
     def hook_problem(self, modules: Mapping[str, nn.Module]) -> str | None:
-        """What a hook would see that has come since layers were split; ``modules`` by all of their names."""
+        """Problem of a hook registered after the split; ``modules`` by all of their names."""
         problems = (hook_problem(block, modules) for block in self._module.blocks)
         return next((problem for problem in problems if problem is not None), None)
 
     def looking_dense(self) -> AbstractContextManager[None]:
-        """In here modules have the classes and the sizes that they had before; their values stay parts."""
+        """Context in which modules have the classes and sizes from before the split; values stay parts."""
         return self._module.appearance.dense()
 
     def to_dense(self) -> None:
@@ -64,7 +64,7 @@ class SplitLayerSet:
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
-        """In here, values are this rank's parts, also where layers are whole already."""
+        """Context in which values are this rank's parts, even if layers are whole already."""
         wholes: dict[nn.Parameter, Tensor] = {}
         if self._is_dense:
             wholes = {parameter: parameter.data for parameter in self.cuts}

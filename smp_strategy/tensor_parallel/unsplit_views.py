@@ -1,7 +1,7 @@
-"""Modules that look for a moment as they did before their layers were split.
+"""Temporary view of modules as they were before their layers were split.
 
-Code that was written for whole layers (their initialisers) asks modules for their classes and their sizes. Parameters
-are not exchanged here: whoever shows the rest brings tensors of the right shape.
+Code written for whole layers (initialisers) asks modules for their classes and sizes. Parameters are not exchanged
+here: the caller provides tensors of the right shape.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,10 +17,10 @@ _MISSING = object()
 
 @final
 class UnsplitViews:
-    """What ``modules`` look like; made before their layers are split.
+    """Recorded classes and attributes of ``modules``; create it before their layers are split.
 
     Args:
-        modules: those that may change.
+        modules: Modules that may change.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -28,7 +28,7 @@ class UnsplitViews:
         self._changes: list[tuple[nn.Module, tuple[type, type], dict[str, tuple[Any, Any]]]] = []
 
     def compare(self) -> None:
-        """Layers have been split: note what that has changed, which is all that is ever shown otherwise."""
+        """Record the changes that the split has made; only these are switched later."""
         for module, kind, before in self._before:
             after = dict(vars(module))
             names = [
@@ -41,7 +41,7 @@ class UnsplitViews:
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """In here modules look as they did before."""
+        """Context in which modules look as before the split."""
         self._show(0)
         try:
             yield

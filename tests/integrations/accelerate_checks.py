@@ -177,7 +177,7 @@ def accelerated_loop(accelerator, model, optimizer, data, *, loss_of=loss_inside
 
 def whole_state(accelerator):
     """The weights as one process has them, on rank 0."""
-    return {name: value.clone() for name, value in accelerator.smp.engine.full_state_dict().items()}
+    return {name: value.clone() for name, value in accelerator.smp.engine.saved.full_state_dict().items()}
 
 
 def assert_same(found, expected, *, rtol=0.0, atol=0.0):

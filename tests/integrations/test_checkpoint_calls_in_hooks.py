@@ -35,7 +35,7 @@ def fits(folder, smp, steps, root="lightning.pytorch"):
     loader = toy_loader(shuffle=False, batch_size=16)
     trainer = toy_trainer(folder / "logs", root, smp=smp, max_epochs=1, limit_train_batches=steps)
     trainer.fit(module, loader)
-    kept = trainer.strategy.engine.full_optimizer_state(trainer.optimizers[0])
+    kept = trainer.strategy.engine.saved.full_optimizer_state(trainer.optimizers[0])
     found = module.resumed, {name: value.clone() for name, value in module.state_dict().items()}, kept
     smp_strategy.save_checkpoint(folder / "after", "whole", partial=False, model=module)  # which is whole again
     return found

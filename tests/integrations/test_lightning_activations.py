@@ -47,7 +47,7 @@ class Watched(LanguageModel):
         assert bool(self.runs) == (strategy.config.activation_checkpointing != "none")
         self.runs.clear()
         if strategy.config.offload_activations and strategy.mesh.stage == 0:  # whose microbatches wait
-            assert strategy.engine.traffic.bytes_out > 0
+            assert strategy.engine.inspection.traffic.bytes_out > 0
 
     def on_fit_end(self):
         Recomputed.call = self.run

@@ -108,7 +108,7 @@ def fit_two_replicas(folder):
     trainer = toy_trainer(folder, smp={"pipeline_parallel_degree": 2, "microbatches": 2}, max_epochs=1)
     trainer.fit(module, toy_loader(batch_size=4), toy_loader(shuffle=False, batch_size=4))
     mesh = trainer.strategy.mesh
-    return mesh.dp_rank, module.seen, metrics_of(trainer), trainer.strategy.engine.full_state_dict()
+    return mesh.dp_rank, module.seen, metrics_of(trainer), trainer.strategy.engine.saved.full_state_dict()
 
 
 def test_replicas_share_the_samples_and_average_the_gradients(tmp_path):

@@ -58,7 +58,9 @@ def module():
 def states(trainer):
     """On global rank 0, as one process has them, and as they are now."""
     engine = trainer.strategy.engine
-    return copy.deepcopy((dict(engine.full_state_dict()), engine.full_optimizer_state(trainer.optimizers[0])))
+    return copy.deepcopy(
+        (dict(engine.saved.full_state_dict()), engine.saved.full_optimizer_state(trainer.optimizers[0]))
+    )
 
 
 class Saving(Callback):

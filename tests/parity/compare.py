@@ -149,7 +149,7 @@ def pipeline(case: Case, pp: int, counts: Iterable[int]) -> list[Outcome]:
             result.commit(torch.ones(()), reduce=True)
             optimizer.step()
             losses += [loss.item() for loss in result.outputs]
-        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.full_state_dict()))
+        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.saved.full_state_dict()))
         engine.close()
     return found
 

@@ -85,13 +85,13 @@ def offloading(case: Case, pp: int, counts: Iterable[int]) -> list[Outcome]:
             result.commit(torch.ones(()), reduce=True)
             optimizer.step()
             losses += [loss.item() for loss in result.outputs]
-            traffic.append(engine.traffic)
+            traffic.append(engine.inspection.traffic)
         if pp > 1 and microbatches == 1:  # needed at once
             assert not any(each.bytes_out for each in traffic)
         elif engine.mesh.stage < pp - 1 or pp == 1:
             assert all(each.bytes_out for each in traffic)
         assert not any(each.num_late for each in traffic)
-        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.full_state_dict()))
+        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.saved.full_state_dict()))
         engine.close()
     return found
 

@@ -52,7 +52,7 @@ def run_pipeline(name: str, options: dict, samples: int) -> tuple[dict[str, Tens
         result.commit(torch.ones(()), reduce=True)
         optimizer.step()
         losses.append(result.loss.item())
-    return engine.full_state_dict(), losses
+    return engine.saved.full_state_dict(), losses
 
 
 def assert_same(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float = 0.0) -> None:

@@ -91,7 +91,7 @@ def trained_once(options: dict[str, Any]) -> Any:
         optimizer.step()
         engine.end_update(optimizer)
         losses.append(result.loss.item())
-    weights = engine.full_state_dict()
+    weights = engine.saved.full_state_dict()
     engine.close()
     return losses, weights
 

@@ -44,7 +44,7 @@ def sharded(case: Case, ranks: int, counts: Iterable[int]) -> list[Outcome]:
             optimizer.step()
             engine.end_update(optimizer)
             losses += [loss.item() for loss in result.outputs]
-        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.full_state_dict()))
+        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.saved.full_state_dict()))
         engine.close()
     return found
 

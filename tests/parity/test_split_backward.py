@@ -230,7 +230,7 @@ def train_with_skips(delay: int | None) -> dict[str, Tensor]:
             if result.loss is not None:
                 result.commit(torch.ones(()), reduce=True)
             optimizer.step()
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 

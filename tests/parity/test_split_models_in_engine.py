@@ -46,7 +46,7 @@ def on_rank(architecture: Architecture, stages: int, options: dict[str, Any]) ->
     optimizer.zero_grad()
     result.commit(torch.ones(()), reduce=True)
     optimizer.step()
-    return engine.full_state_dict(), sum(isinstance(module, SplitLayer) for module in model.modules())
+    return engine.saved.full_state_dict(), sum(isinstance(module, SplitLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize(("stages", "options"), LAYOUTS.values(), ids=LAYOUTS)

@@ -157,7 +157,7 @@ def half_rank(
     engine = Engine(SMPConfig(**options))
     engine.attach(model, [optimizer])
     norms = train(engine, model, optimizer, name, range(STEPS), max_norm, reduces)
-    state, of_optimizer = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    state, of_optimizer = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     units = [unit.name for unit in engine._units]
     engine.detach()
     restored = {key: tensor.clone() for key, tensor in model.state_dict().items()}

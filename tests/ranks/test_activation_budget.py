@@ -29,7 +29,7 @@ def trained(**options: Any) -> tuple[list[float], dict[str, Tensor], Engine]:
         done.commit(torch.ones(()), reduce=True)
         optimizer.step()
         losses.append(done.loss.item())
-    return losses, engine.full_state_dict(), engine
+    return losses, engine.saved.full_state_dict(), engine
 
 
 def memory(engine: Engine) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def within(share: float, pp: int, **options: Any) -> Any:
     assert partition.fits
     assert partition.treatments
     assert engine.layout.treatments == partition.treatments
-    return partition.to_json(), str(engine.explain())
+    return partition.to_json(), str(engine.inspection.explain())
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

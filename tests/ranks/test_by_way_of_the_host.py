@@ -83,7 +83,7 @@ def by_way_of_the_host(options: dict[str, Any], patched: bool) -> tuple[dict[str
         optimizer.step()
         engine.end_update(optimizer)
         losses.append(result.loss.item())
-    return engine.full_state_dict(), losses, Event.num_put_off
+    return engine.saved.full_state_dict(), losses, Event.num_put_off
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 def state(engine, optimizer):
     """Weights, and the state of the optimizer, as one process has them, on rank 0."""
-    weights, kept = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    weights, kept = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     tensors = {name: value.clone() for name, value in weights.items()}
     for number, each in kept.get("state", {}).items():
         tensors |= {f"{number}.{key}": value.clone() for key, value in each.items()}

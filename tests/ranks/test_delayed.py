@@ -386,7 +386,7 @@ def train_what_has_values(is_on: bool) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = engine_for(model, optimizer, is_on=is_on)
     train(engine, model, optimizer)
-    return engine.full_state_dict()
+    return engine.saved.full_state_dict()
 
 
 def test_a_module_that_has_values_keeps_them():

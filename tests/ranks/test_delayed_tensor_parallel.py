@@ -192,10 +192,10 @@ def continued(state: Any, optimizer_state: Any, tp: int, options: dict[str, Any]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = engine_for(model, optimizer, tp=tp, **options)
     if state is not None:
-        engine.load_state_dict(copy.deepcopy(state))
-        engine.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
+        engine.saved.load_state_dict(copy.deepcopy(state))
+        engine.saved.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
     train(engine, model, optimizer, range(STEPS) if state is None else range(STEPS, 2 * STEPS))
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def plan_after_evaluation(pp: int, schedule: dict[str, Any]) -> tuple[Any, Any]:
         engine.eval_step(model.loss, batch_for("text", 0, 8))
     model.train()
     engine.train_step(model.loss, batch_for("text", 1, 8), loss_of=lambda loss: loss)
-    plan = engine.explain().plan
+    plan = engine.inspection.explain().plan
     assert plan is not None
     return plan.stages, plan.times
 

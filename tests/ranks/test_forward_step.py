@@ -141,7 +141,7 @@ def on_ranks(loop: Callable[..., None], options: dict[str, Any], evaluates: bool
         optimizer.step()
         engine.end_update(optimizer)
         optimizer.zero_grad()
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 

@@ -91,7 +91,7 @@ def on_rank(setting: Setting) -> Any:
     engine.begin_update(optimizer)
     optimizer.step()
     engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return norms, state
 

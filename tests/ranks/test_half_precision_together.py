@@ -67,7 +67,7 @@ def late(options: dict[str, Any], is_late: bool) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 
@@ -136,7 +136,7 @@ def with_statistics(options: dict[str, Any]) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 
@@ -217,7 +217,7 @@ def freezing(options: dict[str, Any]) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-        state = engine.full_state_dict()
+        state = engine.saved.full_state_dict()
         weights.append(state["blocks.2.norm.weight"].clone() if state else None)
     engine.close()
     return weights

@@ -83,13 +83,13 @@ def train(model: Model, optimizer: torch.optim.Optimizer, engine: Engine, steps:
 
 def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What ranks hold, put together by hand on rank 0."""
-    return collect(flattened(engine.held_state([optimizer])))
+    return collect(flattened(engine.saved.held_state([optimizer])))
 
 
 def saved(layout: str) -> Any:
     model, optimizer, engine = start(layout)
     train(model, optimizer, engine, range(2))
-    held = flattened(engine.held_state([optimizer]))
+    held = flattened(engine.saved.held_state([optimizer]))
     numel = sum(block.tensor.numel() for each in held.values() if isinstance(each, HeldTensor) for block in each.blocks)
     return whole(engine, optimizer), numel
 
@@ -99,8 +99,8 @@ def resumed(layout: str, state: dict[str, Any], *, late: bool) -> Any:
     if late:
         train(model, optimizer, engine, range(5, 6))
     source = WholeState(state)
-    engine.load_stored(source)
-    engine.load_stored_optimizer(source, 0, optimizer)
+    engine.saved.load_stored(source)
+    engine.saved.load_stored_optimizer(source, 0, optimizer)
     before = whole(engine, optimizer)
     train(model, optimizer, engine, range(2, 4))
     return before, whole(engine, optimizer)
@@ -191,8 +191,8 @@ def remembered(state: dict[str, Any] | None, *, late: bool = False) -> Any:
         for unit in model:  # only those that run here know the latest
             if not isinstance(unit[0].weight, StageParameter):
                 unit[0].memory = (unit[0].memory, "latest") if isinstance(unit[0].memory, dict) else unit[0].memory + 1
-        return collect(flattened(engine.held_state([])))
-    engine.load_stored(WholeState(state))
+        return collect(flattened(engine.saved.held_state([])))
+    engine.saved.load_stored(WholeState(state))
     return [unit[0].memory for unit in model]
 
 

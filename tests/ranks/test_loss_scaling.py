@@ -133,7 +133,7 @@ def train(setting: Setting, place: str) -> Any:
             scheduler.step()
         scales.append(scaler.get_scale())
         states.append(scaler.has_skipped(optimizer))
-    state = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    state = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     engine.close()
     return scales, norms, states, state
 

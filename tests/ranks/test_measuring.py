@@ -56,7 +56,7 @@ def train(pp: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tens
         losses.append(result.loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.detach()
     return losses, state, tuple(block.norm.num_calls for block in model.blocks)
 

@@ -42,7 +42,7 @@ def reports(name: str, options: dict[str, Any], seen: bool = False) -> tuple[Mem
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    after = engine.memory_report()
+    after = engine.inspection.memory_report()
     engine.close()
     return before, after
 

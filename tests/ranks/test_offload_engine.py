@@ -62,8 +62,8 @@ def train(step: Any, options: dict[str, Any], batches: int = 3) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-        traffic.append(engine.traffic)
-    state = engine.full_state_dict()
+        traffic.append(engine.inspection.traffic)
+    state = engine.saved.full_state_dict()
     engine.close()
     return state, traffic
 
@@ -80,7 +80,7 @@ def test_copies_that_are_done_as_late_as_possible_change_no_number(treatment: di
 
 
 def train_on_a_slow_link(options: dict[str, Any]) -> Any:
-    layout.copies_of = lambda device: Device()
+    layout.HostCopies = lambda device: Device()
     return train(in_order, options)
 
 

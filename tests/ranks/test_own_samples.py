@@ -57,7 +57,7 @@ def run_training(setting: Setting, numbers: tuple[int, ...]):
         sizes.append(sum(result.sizes))
     batch = samples_of(STEPS, engine.mesh.dp_rank * setting.tp + engine.mesh.tp_rank, numbers[engine.mesh.tp_rank])
     [evaluated] = engine.eval_step(model.loss, batch).outputs[:1]
-    return engine.mesh.dp_rank, losses, norms, sizes, evaluated.item(), engine.full_state_dict()
+    return engine.mesh.dp_rank, losses, norms, sizes, evaluated.item(), engine.saved.full_state_dict()
 
 
 SETTINGS = {

@@ -174,7 +174,7 @@ def train(name: str, options: dict[str, Any], **more: Any) -> tuple[Any, ...]:
         update(engine, optimizer, model, step)
         found.append(held(engine, model))
     place = engine.mesh.dp_rank, engine.mesh.stage, engine.mesh.tp_rank
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.detach()
     return place, found, state, {key: buffer.clone() for key, buffer in model.named_buffers()}
 

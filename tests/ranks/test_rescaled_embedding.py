@@ -43,7 +43,7 @@ def trained(looks: bool, options: dict[str, int]) -> dict[str, Tensor]:
         optimizer.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         optimizer.step()
-    return copy.deepcopy(engine.full_state_dict())
+    return copy.deepcopy(engine.saved.full_state_dict())
 
 
 @pytest.mark.parametrize("looks", [False, True], ids=["no look at values", "a look at values"])

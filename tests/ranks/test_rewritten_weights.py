@@ -72,7 +72,7 @@ def trained(kind: str, evaluates: bool, options: dict[str, int]) -> dict[str, Te
         optimizer.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         optimizer.step()
-    return copy.deepcopy(engine.full_state_dict())
+    return copy.deepcopy(engine.saved.full_state_dict())
 
 
 @pytest.mark.parametrize("kind", LAYERS)

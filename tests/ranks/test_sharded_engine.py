@@ -37,7 +37,7 @@ def rank(
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim
     )
-    state, of_optimizer = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    state, of_optimizer = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     engine.detach()
     restored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine.close()
@@ -191,7 +191,7 @@ def with_state(kind: type[Optimizer], resumed: bool) -> Any:
         ours.step()
         engine.end_update(ours)
         engine.detach()
-    found = engine.full_state_dict(), engine.full_optimizer_state(ours)
+    found = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(ours)
     engine.close()
     return found, (plain.state_dict(), theirs.state_dict())
 

@@ -41,7 +41,7 @@ def plain() -> Any:
 def with_hook(pp: int, hook: Callable[[Any], Any]) -> Any:
     engine, model = started(pp)
     result = engine.run_hook(lambda: hook(model))
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return result, state
 

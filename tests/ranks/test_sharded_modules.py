@@ -246,7 +246,7 @@ def rank(case: str, options: dict[str, Any]) -> tuple[Any, Any]:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state, of_optimizer = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    state, of_optimizer = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     engine.close()
     return state, of_optimizer
 

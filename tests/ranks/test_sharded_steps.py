@@ -61,7 +61,7 @@ def accumulating(options: dict[str, Any], way: str) -> tuple[dict[str, Tensor], 
         with torch.inference_mode() if len(found) % 2 else torch.no_grad():
             found.append(engine.eval_step(model.loss, batch(number)).outputs)
         model.train()
-        weights = [engine.full_state_dict()]
+        weights = [engine.saved.full_state_dict()]
         torch.distributed.broadcast_object_list(weights)
         plain.load_state_dict(weights[0])
         expected.append([plain.loss(part).item() for part in batch(number).chunk(engine.config.microbatches or 1)])
@@ -85,7 +85,7 @@ def accumulating(options: dict[str, Any], way: str) -> tuple[dict[str, Tensor], 
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state, [loss.item() for losses in found for loss in losses], [loss for losses in expected for loss in losses]
 
@@ -128,7 +128,7 @@ def with_optimizers(num_optimizers: int) -> tuple[dict[str, Tensor], int]:
                 optimizer.step()
                 engine.end_update(optimizer)
         num_gathers += gather.call_count
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state, num_gathers
 
@@ -172,7 +172,7 @@ def failing(options: dict[str, Any], place: str) -> dict[str, Tensor]:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 
@@ -216,7 +216,7 @@ def compiled() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
             ours.step()
             engine.end_update(ours)
             engine.eval_step(model.loss, data)
-    return engine.full_state_dict(), plain.state_dict(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return engine.saved.full_state_dict(), plain.state_dict(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_compiled_units_have_the_weights_of_one_process():
@@ -241,7 +241,7 @@ def on_nodes(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    found = engine.full_state_dict()
+    found = engine.saved.full_state_dict()
     engine.close()
     return found
 
@@ -276,7 +276,7 @@ def bytes_of_rank(options: dict[str, Any]) -> tuple[int, int]:
     engine.attach(model)
     for _ in range(2):
         engine.train_step(model.loss, batch(0), loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
-    held = engine.memory_report().ranks[engine.mesh.rank]
+    held = engine.inspection.memory_report().ranks[engine.mesh.rank]
     engine.close()
     return held.parameters, held.gathered
 

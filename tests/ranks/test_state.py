@@ -109,7 +109,7 @@ def plain(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def states(pp: int, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
     model, optimizer, engine = build(pp)
     train(model, optimizer, engine, range(steps))
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -125,7 +125,7 @@ def test_the_whole_state_is_that_of_one_process_bit_for_bit(pp, steps):
 def tied(pp: int) -> Any:
     model, optimizer, engine = build(pp)
     train(model, optimizer, engine, range(1))
-    state: Any = engine.full_state_dict()
+    state: Any = engine.saved.full_state_dict()
     if not state:
         return None
     return state["head.weight"] is state["embed.weight"], state._metadata == Model().state_dict()._metadata
@@ -139,10 +139,10 @@ def resumed(pp: int, weights: Any, moments: Any, *, after_first_step: bool) -> A
     model, optimizer, engine = build(pp)
     if after_first_step:
         train(model, optimizer, engine, range(1))
-    engine.load_state_dict(weights)
-    engine.load_optimizer_state(optimizer, moments)
+    engine.saved.load_state_dict(weights)
+    engine.saved.load_optimizer_state(optimizer, moments)
     train(model, optimizer, engine, range(2, 4))
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 def resumed_late(pp: int, weights: Any, moments: Any) -> Any:
@@ -172,7 +172,7 @@ def test_training_goes_on_bit_for_bit_under_another_degree(resume):
 def held_bytes(pp: int, state: Any) -> list[tuple[str, int, bool]]:
     model, optimizer, engine = build(pp)
     train(model, optimizer, engine, range(1))
-    engine.load_state_dict(state)
+    engine.saved.load_state_dict(state)
     return [(name, p.untyped_storage().nbytes(), home_of(p) is not None) for name, p in model.named_parameters()]
 
 
@@ -196,7 +196,7 @@ def load_error(change: str) -> str:
     else:
         state["blocks.0.linear.weight"] = torch.zeros(5, 4)
     try:
-        engine.load_state_dict(state)
+        engine.saved.load_state_dict(state)
     except RuntimeError as error:
         return str(error)
     return "loaded"

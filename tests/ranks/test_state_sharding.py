@@ -116,7 +116,7 @@ def replica(name: str, kind: str, options: dict[str, Any], max_norm: float | Non
     norms = train(engine, model, optimizer, name, range(STEPS), max_norm)
     numbers = {id(each): number for number, each in enumerate(model.parameters())}
     kept = {numbers[id(each)] for each in optimizer.state}
-    state, of_optimizer = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    state, of_optimizer = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     with_gradient = {numbers[id(each)] for each in model.parameters() if each.grad is not None}
     engine.close()
     return state, of_optimizer, norms, kept, with_gradient, engine.mesh.stage
@@ -235,7 +235,7 @@ def odd(replicas: int) -> Any:
     optimizer.step()
     engine.end_update(optimizer)
     found = [torch.equal(before, model.unused.weight), model.unused.weight.grad is None]
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer), found
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer), found
 
 
 def test_parameters_that_some_replicas_do_not_use_and_of_several_types():
@@ -254,8 +254,8 @@ def resumed(name: str, kind: str, options: dict[str, Any], checkpoint: Any, step
     engine = Engine(SMPConfig(**options))
     engine.attach(model, [optimizer])
     if checkpoint is not None:
-        engine.load_state_dict(checkpoint[0])
-        engine.load_optimizer_state(optimizer, checkpoint[1])
+        engine.saved.load_state_dict(checkpoint[0])
+        engine.saved.load_optimizer_state(optimizer, checkpoint[1])
     for step in steps:
         share = world // engine.mesh.dp
         first = step * world + engine.mesh.dp_rank * share
@@ -267,7 +267,7 @@ def resumed(name: str, kind: str, options: dict[str, Any], checkpoint: Any, step
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 SHARDED = {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}

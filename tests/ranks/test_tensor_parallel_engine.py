@@ -118,7 +118,7 @@ def run_training(setting: Setting) -> Any:
     names, identities = list(model.state_dict()), [id(each) for each in model.parameters()]
     losses, norms = train(engine, model, optimizer, range(STEPS), setting.max_norm)
     width = model.blocks[0].mlp[0].out_features
-    collected = engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    collected = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
     engine.detach()
     assert [id(each) for each in model.parameters()] == identities
     assert list(model.state_dict()) == names

@@ -65,7 +65,7 @@ def run_hook(setting: Setting) -> Any:
 
     found.append(engine.run_hook(distance))
     found.append(engine.run_hook(lambda: model.loss(batch_of(1, 0)).item()))
-    return found, engine.full_state_dict()
+    return found, engine.saved.full_state_dict()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -184,7 +184,7 @@ def run_copy(setting: Setting) -> Any:
     engine = engine_for(setting, model, optimizer)
     train(engine, model, optimizer, range(1), None)
     copied = engine.run_hook(lambda: copy.deepcopy(model.blocks[0].mlp))
-    return {name: value.clone() for name, value in copied.state_dict().items()}, engine.full_state_dict()
+    return {name: value.clone() for name, value in copied.state_dict().items()}, engine.saved.full_state_dict()
 
 
 def test_a_copy_that_a_hook_makes_has_all_values():

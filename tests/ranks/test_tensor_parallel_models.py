@@ -77,7 +77,7 @@ def run_model(name: str, setting: Setting) -> Any:
     model.eval()
     with torch.no_grad():
         losses += [loss.item() for loss in engine.eval_step(model.loss, tokens(9, 0)).outputs]
-    return losses, engine.full_state_dict(), "\n".join(reports)
+    return losses, engine.saved.full_state_dict(), "\n".join(reports)
 
 
 def one_process(name: str, setting: Setting) -> Any:
@@ -147,7 +147,7 @@ def run_wandering(setting: Setting, dropout: float = 0.0) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = engine_for(setting, model, optimizer)
     losses, _ = train(engine, model, optimizer, range(4), None)
-    return losses, engine.full_state_dict(), set(model.paths)
+    return losses, engine.saved.full_state_dict(), set(model.paths)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -180,7 +180,7 @@ def run_dropping(setting: Setting) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = engine_for(setting, model, optimizer)
     losses, norms = train(engine, model, optimizer, range(4), None)
-    whole = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    whole = {name: value.clone() for name, value in engine.saved.full_state_dict().items()}
     engine.detach()
     kept = {name: value.detach().clone() for name, value in model.named_parameters()}
     return losses, norms, whole, kept

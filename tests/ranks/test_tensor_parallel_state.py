@@ -38,10 +38,10 @@ def run_resumed(setting: Setting, state: Any, optimizer_state: Any, when: str) -
     engine = engine_for(setting, model, optimizer)
     if when == "after":
         train(engine, model, optimizer, range(1), None)
-    engine.load_state_dict(state)
-    engine.load_optimizer_state(optimizer, optimizer_state)
+    engine.saved.load_state_dict(state)
+    engine.saved.load_optimizer_state(optimizer, optimizer_state)
     train(engine, model, optimizer, range(STEPS, 2 * STEPS), None)
-    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -73,7 +73,7 @@ def run_twice(setting: Setting, where: str) -> Any:
     engine.restore_everywhere()
     engine.attach(model, [optimizer])
     train(engine, model, optimizer, range(2, STEPS), None)
-    return is_whole, shapes, between, engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+    return is_whole, shapes, between, engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize("where", ["all", "rank_zero", "none"])
@@ -139,7 +139,7 @@ def run_optimizer_that_knows_dims() -> dict[str, Tensor]:
     optimizer = MatricesOnly(model.parameters(), lr=0.1)
     engine = engine_for(Setting(2), model, optimizer)
     train(engine, model, optimizer, range(STEPS), None)
-    return engine.full_state_dict()
+    return engine.saved.full_state_dict()
 
 
 def test_parts_of_matrices_are_matrices_to_an_optimizer():
@@ -197,7 +197,7 @@ def run_uneven_evaluation() -> Any:
     model.eval()
     with torch.no_grad():
         found = engine.eval_step(model.loss, batch_of(5, 0)).outputs
-    return [loss.item() for loss in found], engine.memory_report(), str(engine.explain())
+    return [loss.item() for loss in found], engine.inspection.memory_report(), str(engine.inspection.explain())
 
 
 def test_steps_that_evaluate_are_those_of_one_process():

@@ -19,7 +19,6 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
 from smp_strategy.pipeline import recorder
 from smp_strategy.reports.timeline import clocks
-from smp_strategy.reports.timeline import clocks as gathering
 from smp_strategy.reports.timeline.timeline import Timeline
 from smp_strategy.testing import run_ranks
 
@@ -64,7 +63,7 @@ def recorded(pp: int, options: dict[str, Any], hours_apart: float = 0.0) -> Time
     with clocks_apart(hours_apart * 3600):
         engine = engine_for(net, pp, **options)
         train(engine, net)
-        return engine.timeline()
+        return engine.inspection.timeline()
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def clocks_apart(seconds: float):
 
     with (
         mock.patch.object(recorder, "perf_counter", clock),
-        mock.patch.object(gathering, "offsets", partial(clocks.offsets, clock=clock)),
+        mock.patch.object(clocks, "offsets", partial(clocks.offsets, clock=clock)),
     ):
         yield
 
@@ -149,7 +148,7 @@ def recorded_with_another_path(pp: int) -> tuple[Timeline, Timeline]:
     for number, branches in enumerate((False, False, True)):  # noqa: B007  (`step` reads it)
         calls = [0]
         engine.train_step(step, batch(number), loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
-        found.append(engine.timeline())
+        found.append(engine.inspection.timeline())
     return found[1], found[2]
 
 
@@ -174,7 +173,7 @@ def asked_early(pp: int) -> list[str]:
 
     def ask() -> None:
         try:
-            engine.timeline()
+            engine.inspection.timeline()
             said.append("known")
         except SMPError as error:
             said.append(str(error))
@@ -206,7 +205,7 @@ def asked_under_manual_optimization() -> str:
     engine = engine_for(net, 2)
     engine.manual_step(net.loss, batch(0))
     with pytest.raises(SMPError) as found:
-        engine.timeline()
+        engine.inspection.timeline()
     return str(found.value)
 
 
@@ -223,7 +222,7 @@ def asked_on_one_rank() -> tuple[str, float]:
     started = time.monotonic()
     try:
         if dist.get_rank() == 0:
-            engine.timeline()
+            engine.inspection.timeline()
         train(engine, net)
     except (UnsupportedError, PeerFailedError) as error:
         return str(error), time.monotonic() - started
@@ -243,10 +242,10 @@ def after_the_run(pp: int) -> tuple[int, int]:
     train(engine, net)
     engine.eval_step(net.loss, batch(5))
     engine.detach()
-    after = engine.timeline().step
+    after = engine.inspection.timeline().step
     engine.attach(net)
     train(engine, net, 1)
-    return after, engine.timeline().step
+    return after, engine.inspection.timeline().step
 
 
 def test_it_is_known_after_evaluation_and_after_the_run_and_the_latest_step_counts():

@@ -67,7 +67,7 @@ def adapted(options: dict[str, Any], dtype: torch.dtype) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     engine.close()
     return state
 

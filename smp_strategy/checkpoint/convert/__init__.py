@@ -1,1 +1,19 @@
-"""Conversion of checkpoints from and to other tools' forms."""
+"""Conversion between checkpoint formats: every reader gives ``CheckpointContents``, every writer takes them.
+
+In reading order:
+
+===================== =================================================================================================
+contents              The common form: weights, optimizer state, the rest, as lazy tensors.
+detect_format         Opens a checkpoint of any format by the reader for it.
+layouts, names        Finds weights and optimizer state in nested dicts; names of parameters.
+read_torch            Files of ``torch.save``: Lightning's, scripts', bare state dicts.
+read_dcp              Sharded folders: ours, Lightning's, FSDP's, plain ``dcp.save``.
+safetensors           Safetensors, with an index or without; reads and writes.
+weight_folders        Folders of Hugging Face, and of Accelerate's ``save_state``.
+read_sagemaker        One file per rank of SageMaker's model parallel library.
+join_tp               Joins the parts of tensor-parallel ranks to whole tensors.
+write_own             Our two forms: sharded folder, full file.
+write_hugging_face    Safetensors, or a folder for ``from_pretrained``.
+summary               Plain data about a checkpoint, for ``smp inspect``.
+===================== =================================================================================================
+"""

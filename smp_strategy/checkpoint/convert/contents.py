@@ -1,7 +1,6 @@
-"""What a checkpoint has, whatever its form: weights, state of optimizers and the rest, tensors not yet read.
+"""Format-independent content of a checkpoint: weights, optimizer state and the rest, with lazy tensors.
 
-Every form is opened as :class:`CheckpointContents` and written from :class:`CheckpointContents`, so that any can become
-any other.
+Every format is opened as :class:`CheckpointContents` and written from it, so that any can be converted to any other.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -17,20 +16,20 @@ __all__ = ["CheckpointContents", "LazyTensor", "OptimizerContents", "map_tensors
 @final
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor of which only the shape is known until it is read. Nothing keeps what has been read."""
+    """Tensor of which shape and dtype are known before it is read. Values are not kept."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
     """Returns the values, on the host; must not be written to."""
     memory: Hashable = None
-    """Tensors that are one in memory or in a file have an equal one; ``None``: not known to be shared."""
+    """Key that is equal for tensors that share memory or bytes of a file; ``None``: not known to be shared."""
     is_mapped: bool = False
     """Whether reading takes no memory, or none besides what is taken already."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "LazyTensor":
-        """Of a tensor that is there, or is mapped from a file."""
+        """A tensor in memory, or mapped from a file."""
         tensor = tensor.detach()
         memory: Hashable = None
         if tensor.layout == torch.strided and tensor.numel():
@@ -39,43 +38,43 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "LazyTensor":
-        """With ``change`` applied when it is read; it keeps the shape."""
+        """Apply ``change``, which keeps the shape, when the tensor is read."""
         return LazyTensor(self.shape, dtype or self.dtype, lambda: change(self.read()), self.memory)
 
 
 @final
 @dataclass(eq=False)
 class OptimizerContents:
-    """The state of an optimizer, whose parameters are called by their names."""
+    """State of an optimizer, by the names of its parameters."""
 
     state: dict[str, dict[str, Any]]
-    """For each parameter what is kept: tensors are :class:`LazyTensor`, in lists and dicts, too."""
+    """State of each parameter: tensors are :class:`LazyTensor`, in lists and dicts, too."""
     groups: list[dict[str, Any]]
-    """The options; ``params`` has names."""
+    """Options of the groups; ``params`` has names."""
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class CheckpointContents:
-    """Everything that a checkpoint has."""
+    """Content of a checkpoint of any format."""
 
     kind: str
-    """What it is, for people: ``sharded checkpoint``."""
+    """Format, for people: ``sharded checkpoint``."""
     weights: dict[str, Any]
-    """By the names of the state dict; other objects than :class:`LazyTensor` are extra state of modules."""
+    """Weights by the names of the state dict; objects other than :class:`LazyTensor` are extra state of modules."""
     optimizers: list[OptimizerContents] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
-    """What a Lightning checkpoint has besides; empty for others. Tensors may be :class:`LazyTensor`."""
+    """Other entries of a Lightning checkpoint; empty for other formats. Tensors may be :class:`LazyTensor`."""
     note: dict[str, Any] = field(default_factory=dict)
-    """Which layout wrote it, and when."""
+    """Layout that wrote it, step, epoch."""
     has_digests: bool = False
     """Whether damage would be noticed."""
     remarks: list[str] = field(default_factory=list)
-    """What was left out or guessed while it was opened."""
+    """Messages about content that was left out or guessed while it was opened."""
 
     @property
     def is_lightning(self) -> bool:
@@ -88,7 +87,7 @@ class CheckpointContents:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """``value`` with its tensors, in dicts, lists and tuples, replaced by what ``change`` makes of them."""
+    """Map ``change`` over the tensors in dicts, lists and tuples."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any kind, which the files tell (:mod:`smp_strategy.checkpoint.storage.path_kind`)."""
+"""Format detection: opens a checkpoint of any kind (:mod:`smp_strategy.checkpoint.storage.path_kind`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +28,13 @@ def open_checkpoint(
     """Open a checkpoint of any kind; tensors are read later.
 
     Args:
-        path: a file or a directory.
-        weights_at: the keys to the weights, with dots between; ``None``: one of the usual ones.
-        like: whole shapes of the weights, for parts of SageMaker's split layers.
-        verify: compare a file to its digests now. What is read of a directory is verified when it is.
+        path: File or folder.
+        weights_at: Dotted keys of the weights; ``None``: one of the usual ones.
+        like: Whole shapes of the weights, for parts of SageMaker's split layers.
+        verify: Compare a file to its digests now. Reads of a folder are verified when they happen.
 
     Raises:
-        CheckpointError: it cannot be read, or what it is cannot be told.
+        CheckpointError: it cannot be read, or its kind is not known.
     """
     path = located(path)
     kind = kind_of(path)
@@ -56,7 +56,7 @@ def open_checkpoint(
 
 
 def located(path: Path) -> Path:
-    """What is read when ``path`` is asked for: of a folder of checkpoints with tags the newest one.
+    """``path`` itself, or the newest checkpoint of a folder of tagged checkpoints.
 
     Raises:
         CheckpointError: there is nothing.
@@ -79,7 +79,7 @@ def _unknown(folder: Path) -> str:
 
 
 def _newest(folder: Path) -> Path:
-    """What was saved last in a folder of SageMaker's library, or of ``smp_strategy.save_checkpoint``."""
+    """The last checkpoint in a folder of SageMaker's library, or of ``smp_strategy.save_checkpoint``."""
     try:
         return TaggedFolder.to_read(folder, None, partial=True).partial
     except CheckpointError:

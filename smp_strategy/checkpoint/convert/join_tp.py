@@ -1,7 +1,7 @@
-"""Parts of tensors that ranks with split layers have written, put together to whole ones.
+"""Joins the parts of tensors that tensor-parallel ranks have written.
 
-A part says how large it is, but not of what. So the whole shapes come from elsewhere, from a checkpoint of the same
-model or a directory of Hugging Face, and tell along which dimension parts were cut::
+A part does not tell the shape of the whole tensor. So whole shapes come from a checkpoint of the same model or a folder
+of Hugging Face, and tell the dimension along which parts were cut::
 
     parts [8, 32] and [8, 32], whole [16, 32]     one below the other
     parts [8, 32] and [8, 32], whole [8, 32]      the same tensor twice
@@ -22,10 +22,10 @@ Shape = tuple[int, ...]
 
 
 def cut_dim(parts: Sequence[Shape], whole: Shape) -> int | None:
-    """The dimension along which tensors of the shapes ``parts`` are a ``whole`` one; ``None``: each is whole.
+    """Dimension along which tensors of the shapes ``parts`` join to ``whole``; ``None``: each is whole.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they do not.
     """
     if all(part == whole for part in parts):
         return None
@@ -41,12 +41,12 @@ def cut_dim(parts: Sequence[Shape], whole: Shape) -> int | None:
 def join_parts(
     parts: Sequence[Mapping[str, LazyTensor]], like: Mapping[str, Shape] | None, source: str
 ) -> dict[str, LazyTensor]:
-    """What ranks that split layers have written, as whole tensors.
+    """Join the weights of tensor-parallel ranks.
 
     Args:
-        parts: of each of these ranks, in their order.
-        like: the whole shapes; ``None``: not known, so all ranks must have the same.
-        source: for messages.
+        parts: Weights of each rank, in their order.
+        like: Whole shapes; ``None``: not known, so all ranks must have the same.
+        source: Name of the checkpoint for messages.
 
     Raises:
         CheckpointError: parts are lacking, do not fit, or should be alike and are not.
@@ -96,10 +96,10 @@ def _are_equal(parts: Sequence[LazyTensor]) -> bool:
 
 
 def union(parts: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
-    """What stages have written, together; what several have, such as tied weights, must be alike.
+    """Weights of all stages; tensors that several stages have, such as tied weights, must be alike.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: they are not.
     """
     found: dict[str, LazyTensor] = {}
     for part in parts:

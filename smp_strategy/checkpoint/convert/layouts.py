@@ -1,4 +1,4 @@
-"""Where in a nest of dicts are the weights, and where is the state of optimizers?
+"""Finds weights and optimizer state in the nested dicts of checkpoint formats.
 
 ======================================= ===============================================================================
 Lightning's file                        ``state_dict``, ``optimizer_states[0]``, and everything else
@@ -18,9 +18,9 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["PARAMETER_NAMES", "contents_of", "parameter_shapes", "read_optimizer"]
 
-# Where a Lightning checkpoint has what the strategy adds.
+# Key of the strategy's state in a Lightning checkpoint.
 OWN_STATE: Final = "smp_strategy"
-# In a full file, for each optimizer and each of its groups the names of the parameters, which PyTorch numbers.
+# Key in a full file: for each optimizer, and each of its groups, the names of the parameters that PyTorch numbers.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
 OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
@@ -34,14 +34,14 @@ def contents_of(
     rest: Mapping[str, Any] | None = None,
     weights_at: str | None = None,
 ) -> CheckpointContents:
-    """What is what in ``tree``.
+    """Recognise the entries of ``tree``.
 
     Args:
-        tree: dicts in dicts; its tensors are :class:`LazyTensor`.
-        kind: of checkpoint, if it is not one of Lightning's.
-        source: for messages.
-        rest: of a Lightning checkpoint, if that is elsewhere.
-        weights_at: the keys to the weights, with dots between; ``None``: one of the usual ones.
+        tree: Nested dicts; tensors are :class:`LazyTensor`.
+        kind: Kind of checkpoint, if it is not one of Lightning's.
+        source: Name of the checkpoint for messages.
+        rest: Other entries of a Lightning checkpoint, if they are in another file.
+        weights_at: Dotted keys of the weights; ``None``: one of the usual ones.
 
     Raises:
         CheckpointError: there are no weights.
@@ -65,7 +65,7 @@ def _add_optimizers(found: CheckpointContents, states: Sequence[tuple[str, Mappi
         known = names[number] if isinstance(names, list) and len(names) == len(states) else None
         optimizer = read_optimizer(_with_names(state, known), shapes, where, found.remarks)
         if optimizer is None:
-            # Later ones would get its number.
+            # Later optimizers would get its number.
             found.remarks += [f"`{later}` was left out, too." for later, _ in states[number + 1 :]]
             break
         found.optimizers.append(optimizer)
@@ -85,7 +85,7 @@ def _with_names(state: Mapping[str, Any], names: Any) -> Mapping[str, Any]:
 
 
 def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The first key to the weights, ``None`` if they are ``tree`` itself; and the weights."""
+    """First key of the weights, ``None`` if they are ``tree`` itself; and the weights."""
     if at is not None:
         found: Any = tree
         for key in at.split("."):
@@ -110,7 +110,7 @@ def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str 
 
 
 def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is in the only entry, if that has a model: applications save themselves as ``{"app": ...}``."""
+    """Content of the only entry, if that has a model: applications save themselves as ``{"app": ...}``."""
     while len(tree) == 1:
         [inside] = tree.values()
         if not isinstance(inside, Mapping) or not any(isinstance(inside.get(key), Mapping) for key in MODEL_KEYS):
@@ -120,7 +120,7 @@ def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Names of a state dict, where a writer has made dicts of them."""
+    """Names of a state dict, where a writer has nested them."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -136,7 +136,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _take_optimizers(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The states of optimizers and where they are; the entries are removed if ``tree`` is a dict of ours."""
+    """States of optimizers with their keys; the entries are removed if ``tree`` is a dict of ours."""
     numbered = sorted((int(match[1]), key) for key in tree if (match := re.fullmatch(r"optimizer_(\d+)", str(key))))
     candidates: list[tuple[str, Any]] = [(key, tree[key]) for _, key in numbered]
     for key in ("optimizer_states", *OPTIMIZER_KEYS):
@@ -153,7 +153,7 @@ def _take_optimizers(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
 
 
 def parameter_shapes(weights: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of everything that may be a parameter, once for each: tied ones have several names."""
+    """Shapes of all weights that may be parameters; tied ones, which have several names, are listed once."""
     seen: set[object] = set()
     found: dict[str, Shape] = {}
     for name, value in weights.items():
@@ -168,13 +168,13 @@ def parameter_shapes(weights: Mapping[str, Any]) -> dict[str, Shape]:
 def read_optimizer(
     state: Mapping[str, Any], weights: Mapping[str, Shape], where: str, remarks: list[str]
 ) -> OptimizerContents | None:
-    """The state of an optimizer by the names of its parameters.
+    """State of an optimizer by the names of its parameters.
 
     Args:
-        state: as ``optimizer.state_dict()`` gives it, by numbers or by names.
-        weights: of everything that may be a parameter.
-        where: it is, for remarks.
-        remarks: gets one if parameters are found by shapes, or not at all.
+        state: Result of ``optimizer.state_dict()``, by numbers or by names.
+        weights: Shapes of all weights that may be parameters.
+        where: Key of the state, for remarks.
+        remarks: Gets one if parameters are found by shapes, or not at all.
     """
     kept = {key: _decoded(value) for key, value in state["state"].items()}
     groups = [dict(group) for group in state["param_groups"]]
@@ -203,13 +203,13 @@ def read_optimizer(
 
 
 def _shape(kept: Any) -> Shape | None:
-    """The shape of a parameter, where everything that is kept for it and is no single number has that shape."""
+    """Shape of a parameter, if all tensors of its state that are no single numbers have one shape."""
     shapes = {tensor.shape for tensor in tensors_of(kept) if tensor.shape}
     return shapes.pop() if len(shapes) == 1 else None
 
 
 def _decoded(value: Any) -> Any:
-    """In sharded directories lists with tensors are dicts with the keys ``#0``, ``#1``."""
+    """Restore lists, which sharded folders have as dicts with the keys ``#0``, ``#1``."""
     if not isinstance(value, Mapping):
         return value
     items = {key: _decoded(item) for key, item in value.items()}
@@ -231,7 +231,7 @@ def _add_rest(found: CheckpointContents, others: Mapping[str, Any]) -> None:
 
 
 def _note(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file tells of itself, as the manifest of a directory does."""
+    """Description of a full file, as the manifest of a folder has it."""
     own = rest.get(OWN_STATE)
     layout = own.get("layout") if isinstance(own, Mapping) else None
     counts = {key: rest[key] for key in ("global_step", "epoch") if isinstance(rest.get(key), int)}

@@ -1,22 +1,20 @@
-"""Which parameter is number 3 of an optimizer?
+"""Names of parameters in checkpoints: numbers of optimizers, prefixes of LightningModules, tied weights.
 
-PyTorch saves the state of an optimizer by numbers, in the order in which its groups have the parameters; the model's
-state dict has names, in the order of the modules, with buffers and further names of tied parameters in between. Some
-files have both: optimizers that were made with ``named_parameters()`` save ``param_names``. For the others, the shapes
-of what is kept decide, if there is one way only to find a group's parameters in the order of the modules::
+[Note: parameter numbers] PyTorch saves the state of an optimizer by numbers, in the order in which its groups have the
+parameters; the model's state dict has names, in the order of the modules, with buffers and further names of tied
+parameters in between. Some files have both: optimizers made with ``named_parameters()`` save ``param_names``. For
+others, the shapes of the state decide, if a group's parameters can be found in the order of the modules in one way
+only::
 
     state dict   embedding [9, 4]   weight [4, 4]   running_mean [4]   bias [4]
     group 0      [9, 4]             [4, 4]                                       one way
     group 1                                         [4]                          two ways: refused
 
-With which names does a model know its weights, that are called otherwise in the checkpoint of what surrounds it?
+Prefixes: a LightningModule has the model as an attribute, so its checkpoint has ``model.encoder.weight`` for the
+model's ``encoder.weight``. Prefixes are found, removed and added.
 
-A LightningModule has the model as an attribute, so its checkpoint says ``model.encoder.weight`` for what the model
-calls ``encoder.weight``. Here prefixes are found, taken away and put in front.
-
-Further names of tied weights, which files for exchange leave out and a module wants to find.
-
-Hugging Face saves ``shared.weight`` only; the state dict of the module has it as ``lm_head.weight``, too.
+Tied weights: exchange formats leave out further names, and a module wants to find them. Hugging Face saves
+``shared.weight`` only; the module's state dict has ``lm_head.weight``, too.
 """
 
 from collections import Counter
@@ -40,16 +38,16 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
-# Of a group: names that are known from elsewhere.
+# Key of a group: names that are known from elsewhere.
 NAMES: Final = "smp_strategy/names"
 
 
 def find_parameters(shapes: Sequence[Shape | None], weights: Mapping[str, Shape]) -> list[str] | None:
-    """The names of a group's parameters, if they can be found in one way only.
+    """Names of a group's parameters, if they can be found in one way only. See [Note: parameter numbers].
 
     Args:
-        shapes: of the group's parameters, in their order; ``None``: not known.
-        weights: the shapes of everything in the state dict that may be a parameter, in its order.
+        shapes: Shapes of the group's parameters, in their order; ``None``: not known.
+        weights: Shapes of all weights in the state dict that may be parameters, in its order.
 
     Returns:
         One name for each, ``None`` if there is no way, or there are several.
@@ -57,7 +55,7 @@ def find_parameters(shapes: Sequence[Shape | None], weights: Mapping[str, Shape]
     items = list(weights.items())
     first = _leftmost(shapes, items)
     last = _leftmost(list(reversed(shapes)), list(reversed(items)))
-    # The first possible place of each and the last possible one: equal for all exactly if there is one way.
+    # Greedy matches from the left and from the right are equal exactly if there is only one match.
     if first is None or last is None or first != list(reversed(last)):
         return None
     return first
@@ -74,12 +72,12 @@ def _leftmost(shapes: Sequence[Shape | None], items: Sequence[tuple[str, Shape]]
 def named_groups(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[Any, Shape | None], weights: Mapping[str, Shape]
 ) -> tuple[list[list[str]] | None, bool]:
-    """The names of the parameters of each group.
+    """Names of the parameters of each group.
 
     Args:
-        groups: as in ``optimizer.state_dict()["param_groups"]``.
-        shapes: by the number of a parameter, where its state tells it.
-        weights: see :func:`find_parameters`.
+        groups: ``optimizer.state_dict()["param_groups"]``.
+        shapes: Shapes by the number of a parameter, where its state tells it.
+        weights: See :func:`find_parameters`.
 
     Returns:
         The names, ``None`` if they cannot be told; and whether they were found by their shapes.
@@ -104,7 +102,7 @@ def named_groups(
 
 
 def numbered_groups(groups: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Groups with numbers as PyTorch gives them, and the number of each name."""
+    """Groups with PyTorch's numbers, and the number of each name."""
     numbers: dict[str, int] = {}
     numbered = []
     for group in groups:
@@ -117,7 +115,7 @@ _COMPILED: Final = "_orig_mod."
 
 
 def find_prefix(names: Iterable[str]) -> str:
-    """The attribute of a LightningModule that has all of the weights, with a dot at its end.
+    """Attribute of a LightningModule that has all of the weights, with a dot at its end.
 
     Raises:
         CheckpointError: there are several.
@@ -135,10 +133,10 @@ def find_prefix(names: Iterable[str]) -> str:
 
 
 def strip_prefix(weights: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The weights below ``prefix``, by the rest of their names; and the names of the others.
+    """Weights whose names begin with ``prefix``, without it; and the names of the others.
 
     Raises:
-        CheckpointError: there are none below it.
+        CheckpointError: no name begins with it.
     """
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
@@ -148,15 +146,15 @@ def strip_prefix(weights: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any
 
 
 def add_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same under names with ``prefix`` in front."""
+    """The values under names with ``prefix`` in front."""
     return {prefix + name: value for name, value in values.items()}
 
 
 def add_tied(weights: dict[str, Any], like: Mapping[str, LazyTensor]) -> list[str]:
-    """Add the names to ``weights`` that ``like``, a checkpoint of the same model, has for tensors that are there.
+    """Add further names of tied weights, as ``like``, a checkpoint of the same model, has them.
 
     Returns:
-        What was added.
+        A remark for each name that was added.
     """
     groups: dict[Hashable, list[str]] = {}
     for name, tensor in like.items():

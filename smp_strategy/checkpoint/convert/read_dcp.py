@@ -1,4 +1,4 @@
-"""Directories of PyTorch's distributed checkpoints: ours, Lightning's, those of FSDP, and of a plain ``dcp.save``."""
+"""Reads folders of PyTorch's distributed checkpoints: ours, Lightning's, FSDP's, and those of a plain ``dcp.save``."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,17 +12,17 @@ from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 
 __all__ = ["open_sharded"]
 
-# In the place of a tensor deep inside of the rest stands this with a number; the tensor is stored as `spread.<number>`.
+# Placeholder `{_MARK: number}` of a tensor nested in the rest, which is stored as `spread.<number>`.
 _MARK, _SPREAD = "smp_strategy/spread", "spread"
 _NUMBERED: Final = (list, tuple)
 
 
 def open_sharded(path: Path, *, weights_at: str | None = None) -> CheckpointContents:
-    """Open a directory; tensors are read later, and verified then if there are digests.
+    """Open a folder; tensors are read later, and verified then if there are digests.
 
     Args:
-        path: the directory.
-        weights_at: see :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
+        path: Folder.
+        weights_at: See :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
 
     Raises:
         CheckpointError: it is damaged, or has no weights.
@@ -58,7 +58,7 @@ def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Lists of tensors, which are stored item by item."""
+    """Restore lists of tensors, which are stored item by item."""
     if not isinstance(value, dict):
         return value
     items = {key: _with_lists(item) for key, item in value.items()}

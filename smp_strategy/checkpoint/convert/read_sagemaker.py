@@ -1,14 +1,12 @@
-"""Checkpoints of SageMaker's model parallel library: one file per rank.
+"""Reads checkpoints of SageMaker's model parallel library: one file per rank.
 
-``model_{pp}_{tp}.pt`` has what pipeline rank ``pp`` and tensor parallel rank ``tp`` have of the model, and
-``optimizer_{pp}_{tp}.pt`` of the optimizer (a third number is that of a replica that has a share of the state). Sharded
-data parallelism writes one ``model_0.pt`` instead, whose parameters are empty, and ``optimizer_{rank}.pt`` with float32
-values in flat groups.
+``model_{pp}_{tp}.pt`` has the weights of pipeline rank ``pp`` and tensor-parallel rank ``tp``, and
+``optimizer_{pp}_{tp}.pt`` their optimizer state (a third number is that of a replica that has a share of the state).
+Sharded data parallelism writes one ``model_0.pt`` instead, whose parameters are empty, and ``optimizer_{rank}.pt`` with
+float32 values in flat groups.
 
-Weights out of the flat float32 groups that SageMaker's sharded data parallelism has in its optimizer files.
-
-Each of ``s`` files has ``ceil(numel / s)`` elements of every parameter, one parameter behind the other; the last
-elements of the last file may be padding. Names and shapes are in ``user_content.pt``::
+Each of ``s`` files with flat groups has ``ceil(numel / s)`` elements of every parameter, one parameter behind the
+other; the last elements of the last file may be padding. Names and shapes are in ``user_content.pt``::
 
     param_shapes  a [5]  b [2]             file 0   a0 a1 a2  b0
                                            file 1   a3 a4 __  b1
@@ -34,7 +32,7 @@ __all__ = ["flat_weights", "open_sagemaker", "shapes_in"]
 
 
 def shapes_in(param_shapes: Any, source: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters: a dict, or a list of dicts, one per group of the optimizer.
+    """Shapes of parameters, from a dict, or a list of dicts, one per group of the optimizer.
 
     Raises:
         CheckpointError: it is neither.
@@ -49,12 +47,12 @@ def shapes_in(param_shapes: Any, source: str) -> dict[str, tuple[int, ...]]:
 
 
 def flat_weights(groups: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], source: str) -> dict[str, LazyTensor]:
-    """The parameters whose pieces are in ``groups``.
+    """Parameters from the flat groups of all files.
 
     Args:
         groups: ``fp32_flat_groups`` of each file: a tensor, or a list of them.
-        shapes: of all parameters, in the order of their pieces.
-        source: for messages.
+        shapes: Shapes of all parameters, in the order of the flat groups.
+        source: Name of the checkpoint for messages.
 
     Raises:
         CheckpointError: there are more or fewer elements than parameters have.
@@ -93,11 +91,11 @@ Place = tuple[int, ...]
 
 
 def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> CheckpointContents:
-    """The whole of what the ranks have written.
+    """Open the files of all ranks as one checkpoint.
 
     Args:
-        path: the directory.
-        like: the whole shapes of the weights, needed where layers were split.
+        path: Folder.
+        like: Whole shapes of the weights, needed where layers were split.
 
     Raises:
         CheckpointError: files are lacking, damaged or do not fit each other.
@@ -141,7 +139,7 @@ def _open_model(file: Path) -> CheckpointContents:
 
 
 def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]]:
-    """The pipeline ranks and the tensor parallel ranks, all of which must be there with each other."""
+    """Pipeline ranks and tensor-parallel ranks; each pair must have a file."""
     if any(len(place) < 2 for place in models):
         raise CheckpointError(f"{path} has model files with one number and no optimizer files with flat groups.")
     stages, splits = (sorted({place[axis] for place in models}) for axis in (0, 1))
@@ -157,7 +155,7 @@ def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]
 
 @final
 class _NotTold(Exception):
-    """Why the state of the optimizer cannot be had."""
+    """The state of the optimizer cannot be read, for this reason."""
 
 
 def _add_optimizer(
@@ -199,7 +197,8 @@ def _open_optimizer(file: Path, place: Place, models: Mapping[Place, CheckpointC
 
 
 def _together(parts: Sequence[OptimizerContents]) -> OptimizerContents:
-    """Of stages, each of which has its own parameters; of replicas that have shares of the state."""
+    """Merge optimizer state of stages, which have their own parameters each, and of replicas, which have shares of the
+    state."""
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = [{**group, "params": []} for group in parts[0].groups]
     for part in parts:
@@ -224,7 +223,7 @@ def _join_columns(
     tensors = [{key: value for key, value in part.items() if isinstance(value, LazyTensor)} for part in flat]
     shapes: dict[str, Shape] | None = None
     if like is not None:
-        # Numbers (Adam's `step`) are not cut, everything else as the parameter is.
+        # Scalars (Adam's `step`) are not split; all other state is split like the parameter.
         shapes = {
             key: like.get(key.partition("\0")[0], value.shape) if value.shape else ()
             for key, value in tensors[0].items()

@@ -1,4 +1,4 @@
-"""Files that ``torch.save`` has written: mapped into memory, and only values are made of what they say."""
+"""Reads files of ``torch.save``: mapped into memory, plain values only."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +14,11 @@ __all__ = ["open_torch_file", "read_dict"]
 
 
 def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The dict that a file has, its tensors as :class:`LazyTensor`.
+    """The dict in a file, its tensors as :class:`LazyTensor`.
 
     Args:
-        path: the file.
-        verify: compare all of it to its digests, if it has some.
+        path: File.
+        verify: Compare all of it to its digests, if it has some.
 
     Raises:
         CheckpointError: it is damaged, has no dict, or names classes, which could run code.
@@ -30,12 +30,12 @@ def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
 
 def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> CheckpointContents:
-    """A Lightning checkpoint, a script's own dict, or a bare state dict.
+    """Open a Lightning checkpoint, a script's own dict, or a bare state dict.
 
     Args:
-        path: the file.
-        weights_at: see :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
-        verify: see :func:`read_dict`.
+        path: File.
+        weights_at: See :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
+        verify: See :func:`read_dict`.
 
     Raises:
         CheckpointError: it cannot be read, or has no weights.

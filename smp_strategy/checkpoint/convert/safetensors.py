@@ -1,4 +1,4 @@
-"""Safetensors: one file, or several with an index, as Hugging Face has them."""
+"""Reads and writes safetensors: one file, or several with an index, in the layout of Hugging Face."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ _DTYPES: Final = {
 
 
 def open_safetensors(path: Path) -> CheckpointContents:
-    """A file, an index of several, or a directory with one or the other.
+    """Open a file, an index of several, or a folder with one or the other.
 
     Raises:
         CheckpointError: something of it is lacking or damaged.
@@ -59,7 +59,7 @@ def open_safetensors(path: Path) -> CheckpointContents:
 
 
 def _files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Each file and the tensors wanted of it; ``None``: all."""
+    """Files with the names of the tensors to read from each; ``None``: all."""
     if path.is_file():
         return indexed(path) if path.name.endswith(INDEX_ENDING) else {path: None}
     indices, files = sorted(path.glob(f"*{INDEX_ENDING}")), sorted(path.glob("*.safetensors"))
@@ -72,7 +72,7 @@ def _files(path: Path) -> Mapping[Path, list[str] | None]:
 
 
 def indexed(index: Path) -> dict[Path, list[str]]:
-    """The files that an index names, which are beside it, and the tensors that it wants of each.
+    """Files that an index names, which must be beside it, with the names of the tensors in each.
 
     Raises:
         CheckpointError: it is damaged, or names files elsewhere.
@@ -108,7 +108,7 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Which tensors go to which file: in their order, each file as full as it may be.
+    """Assign tensors to files: in their order, each file as full as it may be.
 
     A tensor that is too large for any file has one of its own::
 
@@ -132,13 +132,13 @@ def write_safetensors(
     max_bytes: int,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
-    """Write ``tensors`` to files in ``directory``, which is there; no more than one file is in memory.
+    """Write ``tensors`` to files in an existing folder; one file at most is in memory.
 
     Args:
-        directory: gets ``model.safetensors``, or ``model-00001-of-00002.safetensors``, ... and an index.
-        tensors: by their names.
-        max_bytes: of the tensors in one file, if it has more than one tensor.
-        progress: is told the name of each tensor that has been read.
+        directory: Gets ``model.safetensors``, or ``model-00001-of-00002.safetensors``, ... and an index.
+        tensors: Tensors by their names.
+        max_bytes: Bytes of the tensors in one file, if it has more than one tensor.
+        progress: Called with the name of each tensor that has been read.
     """
     parts = shards({name: tensor.num_bytes for name, tensor in tensors.items()}, max_bytes)
     weight_map: dict[str, str] = {}
@@ -146,7 +146,7 @@ def write_safetensors(
         file = "model.safetensors" if len(parts) <= 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         values: dict[str, Tensor] = {}
         for name in names:
-            # The library refuses tensors that share memory, and those with gaps.
+            # safetensors refuses tensors that share memory, and non-contiguous ones.
             values[name] = tensors[name].read().clone(memory_format=torch.contiguous_format)
             progress(name)
         save_file(values, directory / file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as plain data: for tables, and for other programs."""
+"""Summary of a checkpoint as plain data, for tables and for other programs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ __all__ = ["summary"]
 
 
 def summary(contents: CheckpointContents, path: Path) -> dict[str, Any]:
-    """Everything that JSON can have of ``contents``, which were opened from ``path``.
+    """JSON-compatible summary of ``contents``, which were opened from ``path``.
 
     Returns:
         ``path``, ``kind``, ``files`` (number), ``bytes_on_disk``, ``has_digests``, ``note`` (layout, step, ...),

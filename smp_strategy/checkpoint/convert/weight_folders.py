@@ -1,7 +1,7 @@
-"""Folders that have weights in a file or several, as Hugging Face has them, and maybe all that a run needs beside them.
+"""Reads folders of weights in the layout of Hugging Face, and folders of Accelerate's ``save_state``.
 
-Accelerate's ``save_state`` puts optimizers, schedulers and random states there, ours as well; or, with
-``state_dict_type="sharded"``, a directory that ranks have written together.
+``save_state``, plain or with us, puts optimizers, schedulers and random states beside the weights; with
+``state_dict_type="sharded"`` weights and optimizers are in a sharded folder.
 """
 
 from pathlib import Path
@@ -22,12 +22,12 @@ __all__ = ["open_state", "open_weights"]
 
 
 def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True) -> CheckpointContents:
-    """What Accelerate's ``save_state`` has written, with us or without.
+    """Open a folder of Accelerate's ``save_state``, with us or without.
 
     Args:
-        path: the folder.
-        weights_at: see :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
-        verify: compare the files to their digests now, if there are some.
+        path: Folder.
+        weights_at: See :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
+        verify: Compare the files to their digests now, if there are some.
 
     Raises:
         CheckpointError: it is damaged, or has no weights, or those of several models.
@@ -55,7 +55,7 @@ def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True
 
 
 def open_weights(path: Path) -> CheckpointContents:
-    """A folder with safetensors, or with files of ``torch.save`` of the names that Hugging Face gives them.
+    """Open a folder with safetensors, or with files of ``torch.save`` under Hugging Face's names.
 
     Raises:
         CheckpointError: something of it is lacking or damaged, or there are several sets of weights.

@@ -1,11 +1,9 @@
-"""A directory that ``from_pretrained`` of Hugging Face's transformers reads: weights, and what the model is.
+"""Exports weights as safetensors, or as a folder for ``from_pretrained`` of Hugging Face's transformers.
 
-The configuration, the tokenizer and the like come from another such directory: that from which training has begun.
-Weights have the names that the model gives them. Tied ones are saved once, as the model ties them again.
+Such a folder has the configuration, the tokenizer and the like of another one, the pretrained model's. Weights have the
+names that the model gives them. Tied ones are saved once, as the model ties them again.
 
-Contents as safetensors, or as a directory of Hugging Face.
-
-All is written beside its place and moved there when it is complete, so whatever goes wrong leaves what was there.
+Everything is written beside its place and moved there when it is complete, so a failure leaves the old folder.
 """
 
 import json
@@ -46,7 +44,7 @@ _NOT_COPIED: Final = ("*.index.json", "trainer_state.json")
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """The configuration of a model: of a directory with ``config.json``, or of such a file.
+    """Configuration of a model, from a folder with ``config.json``, or from such a file.
 
     Raises:
         CheckpointError: there is none.
@@ -67,15 +65,15 @@ def read_configuration(path: Path) -> dict[str, Any]:
 def hugging_face_weights(
     contents: CheckpointContents, configuration: Mapping[str, Any], prefix: str | None
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The weights as the model itself calls them.
+    """Weights under the model's own names.
 
     Args:
-        contents: the checkpoint.
-        configuration: of the model.
-        prefix: what the names begin with in the checkpoint; ``None``: the LightningModule's attribute, if it is one.
+        contents: Content of the checkpoint.
+        configuration: Configuration of the model.
+        prefix: Prefix of the names in the checkpoint; ``None``: the LightningModule's attribute, if it is one.
 
     Returns:
-        The weights, and what was done with others.
+        The weights, and remarks on others.
 
     Raises:
         CheckpointError: the prefix cannot be told, or nothing begins with it.
@@ -101,10 +99,10 @@ def _some(names: list[str]) -> str:
 def without_tied(
     weights: Mapping[str, LazyTensor], configuration: Mapping[str, Any]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Leave out what the model ties again; returns the rest, and the first name of each that was left out.
+    """Leave out weights that the model ties again; returns the rest, and the first name of each that was left out.
 
-    Tied are tensors that are one in the checkpoint. Where it does not tell, as other programs may have written both,
-    those of the size of the vocabulary are compared.
+    Tensors that share memory in the checkpoint are tied. Where it does not tell, as other programs may have written
+    both, those of the size of the vocabulary are compared.
     """
     if configuration.get("tie_word_embeddings") is False:
         return dict(weights), {}
@@ -132,7 +130,7 @@ def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def main_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
-    """In which most floating point numbers are; ``None``: there are none."""
+    """Dtype of most bytes of floating point weights; ``None``: there are none."""
     bytes_in: Counter[torch.dtype] = Counter()
     for tensor in weights.values():
         if tensor.dtype.is_floating_point:
@@ -141,17 +139,17 @@ def main_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
 
 
 def is_copied(name: str) -> bool:
-    """Whether :func:`copy_configuration` takes a file of this name along."""
+    """Whether :func:`copy_configuration` copies a file of this name."""
     return any(fnmatch(name, each) for each in _COPIED) and not any(fnmatch(name, each) for each in _NOT_COPIED)
 
 
 def copy_configuration(source: Path, target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Copy everything but weights to the directory ``target``; returns the names of the files.
+    """Copy everything but weights to the folder ``target``; returns the names of the files.
 
     Args:
-        source: a directory, or only the file with the configuration.
-        target: is there.
-        dtype: of the weights that are beside it; the model is loaded in this.
+        source: Folder, or only the file with the configuration.
+        target: Existing folder.
+        dtype: Dtype of the weights beside it; the model is loaded in this.
     """
     configuration = read_configuration(source)
     if dtype is not None:
@@ -170,7 +168,7 @@ Progress = Callable[[str], None]
 
 
 def cast(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    """Floating point tensors in ``dtype``; ``None``: as they are."""
+    """Convert floating point tensors to ``dtype``; ``None``: as they are."""
     if dtype is None:
         return dict(weights)
     return {
@@ -180,7 +178,7 @@ def cast(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[s
 
 
 def plain_weights(contents: CheckpointContents, prefix: str | None) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The weights under their names in the checkpoint, less ``prefix``; and what was left out."""
+    """Weights under their names in the checkpoint, less ``prefix``; and remarks on those left out."""
     weights: dict[str, Any] = contents.weight_tensors()
     remarks = [f"`{name}` was left out: it is no tensor." for name in contents.weights if name not in weights]
     found, others = strip_prefix(weights, prefix or "")
@@ -197,14 +195,14 @@ def export_safetensors(
     progress: Progress = lambda name: None,
     check: Check = check_replaceable,
 ) -> None:
-    """Write ``weights`` to the directory ``target``, in place of what is there.
+    """Write ``weights`` to the folder ``target``, replacing an existing one.
 
     Args:
-        weights: by the names that they get.
-        target: the directory.
-        max_bytes: of tensors in one file; so much is in memory.
-        progress: is told each name.
-        check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
+        weights: Weights by their new names.
+        target: Folder.
+        max_bytes: Bytes of tensors in one file, which is also the memory needed.
+        progress: Called with each name.
+        check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
     """
     with replacing(target, is_folder=True, check=check) as staging:
         write_safetensors(staging, weights, max_bytes=max_bytes, progress=progress)
@@ -221,20 +219,20 @@ def export_hugging_face(
     progress: Progress = lambda name: None,
     check: Check = check_replaceable,
 ) -> list[str]:
-    """Write a directory for ``from_pretrained``, in place of what is there.
+    """Write a folder for ``from_pretrained``, replacing an existing one.
 
     Args:
-        contents: of a checkpoint.
-        target: the directory.
-        configuration: a directory with the model's ``config.json``, or that file.
-        prefix: see :func:`~smp_strategy.checkpoint.convert.write_hugging_face.hugging_face_weights`.
-        dtype: of floating point weights; ``None``: as they are.
-        max_bytes: of tensors in one file; so much is in memory.
-        progress: is told each name.
-        check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
+        contents: Content of a checkpoint.
+        target: Folder.
+        configuration: Folder with the model's ``config.json``, or that file.
+        prefix: See :func:`~smp_strategy.checkpoint.convert.write_hugging_face.hugging_face_weights`.
+        dtype: Dtype of floating point weights; ``None``: as they are.
+        max_bytes: Bytes of tensors in one file, which is also the memory needed.
+        progress: Called with each name.
+        check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
 
     Returns:
-        What was left out or changed.
+        Remarks on weights that were left out or changed.
 
     Raises:
         CheckpointError: the prefix cannot be told, or something cannot be read.

@@ -1,10 +1,8 @@
-"""Contents as one of our own two forms: a directory that ranks read together, or one ordinary file of Lightning.
+"""Writes checkpoints in our own forms: a sharded folder, or a full file of Lightning.
 
-Room on the disk for tensors that are needed all at once, as if they were in memory.
-
-PyTorch writes a file from tensors that are there. Those of a file that is mapped into memory are, though they take none
-until they are used, and can be dropped again. Others are read into a file that is mapped as well, and has no name: it
-goes with the process, however that ends.
+PyTorch writes a file from tensors in memory, all of which must be there. Tensors mapped from a file take no memory
+until they are used, and can be dropped again. Others are read into a scratch file that is mapped as well. It has no
+name, so it goes with the process, however that ends.
 """
 
 import mmap
@@ -36,10 +34,10 @@ __all__ = ["Scratch", "lightning_rest", "save_full", "save_sharded"]
 
 @final
 class Scratch:
-    """Reads tensors, each once, whatever the number of its names; a context manager.
+    """Scratch file that reads each tensor once, whatever the number of its names; a context manager.
 
     Args:
-        folder: on the disk that has room.
+        folder: Folder on a disk that has room.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +53,7 @@ class Scratch:
         self._file.close()
 
     def tensor(self, lazy: LazyTensor) -> Tensor:
-        """Its values; the same memory for tensors that share it."""
+        """Values of ``lazy``; the same memory for tensors that share it."""
         if lazy.memory is None:
             return self._kept(lazy)
         key = (lazy.memory, lazy.dtype)
@@ -69,7 +67,7 @@ class Scratch:
             return values
         start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._size = start + values.nbytes
-        # With room for all of it: writing to memory that has none on the disk ends the process.
+        # Allocated first: writing to mapped memory on a full disk kills the process by SIGBUS.
         os.posix_fallocate(self._file.fileno(), start, values.nbytes)
         memory = mmap.mmap(self._file.fileno(), values.nbytes, offset=start)
         kept = torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
@@ -77,10 +75,10 @@ class Scratch:
 
 
 def lightning_rest(contents: CheckpointContents) -> dict[str, Any]:
-    """What a Lightning checkpoint has besides weights and optimizers; that of a run at its beginning, if none is known.
+    """Entries of a Lightning checkpoint besides weights and optimizers; those of a new run, if none are known.
 
     Raises:
-        CheckpointError: there is no Lightning here, whose version must be told.
+        CheckpointError: Lightning, whose version must be written, is not installed.
     """
     if contents.is_lightning:
         return contents.rest
@@ -97,7 +95,7 @@ def lightning_rest(contents: CheckpointContents) -> dict[str, Any]:
 def save_full(
     contents: CheckpointContents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
 ) -> None:
-    """Write one file as Lightning does, in place of what is there: parameters of optimizers have numbers.
+    """Write a full file as Lightning does, replacing an existing one; parameters of optimizers have numbers.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -119,7 +117,7 @@ def save_full(
 def save_sharded(
     contents: CheckpointContents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
 ) -> None:
-    """Write a directory as several ranks do together, in place of what is there.
+    """Write a sharded folder, as several ranks do together, replacing an existing one.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -154,7 +152,7 @@ def _numbered(optimizer: OptimizerContents, scratch: Scratch, progress: Progress
 
 
 def _with_aliases(weights: dict[str, Any]) -> dict[str, Any]:
-    """Tensors once, with all of their names."""
+    """Each tensor once, with all of its names."""
     names: dict[int, list[str]] = {}
     for name, value in weights.items():
         if isinstance(value, Tensor):
@@ -169,7 +167,7 @@ def _with_aliases(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """As engines write it: lists with tensors are dicts with the keys ``#0``, ``#1``."""
+    """The engine's encoding: lists with tensors are dicts with the keys ``#0``, ``#1``."""
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         value = {f"#{number}": item for number, item in enumerate(value)}
     if isinstance(value, dict):

@@ -1,13 +1,13 @@
-"""A checkpoint that is written while training goes on: one at a time, and nothing that goes wrong is missed.
+"""Asynchronous save: a thread writes one checkpoint at a time, and every error is raised in the main thread.
 
-A thread writes. What must not happen before the checkpoint is there, such as deleting the one before, is done by the
-same thread afterwards, and not at all if the checkpoint has failed. Its error is raised where the main thread comes by
-next: at the next step, the next save, the end. Python waits for the thread before it exits, and tells an error then
-that nobody has asked for.
+Actions that must not happen before the checkpoint is complete, such as deleting the previous one, run in the same
+thread afterwards, and not at all if the checkpoint has failed. An error is raised at the main thread's next call: at
+the next step, the next save, the end. Python waits for the thread before it exits, and an error that nobody has asked
+for is printed then.
 
-Ranks that write together write in the same order, since each of them waits for its own save before it begins the next
-one, and nothing else depends on who is ready first. An error is raised on the rank that has it. Those that wait for
-that rank learn of it as of any other rank that fails.
+[Note: order of background saves] Ranks that write together write in the same order, since each of them waits for its
+own save before it begins the next one, and nothing else depends on which rank is ready first. An error is raised on the
+rank that has it. Ranks that wait for that rank learn of it as of any other rank that fails.
 """
 
 import sys
@@ -24,7 +24,7 @@ __all__ = ["BackgroundSave"]
 
 @final
 class BackgroundSave:
-    """See the module docstring. All methods are for one thread, usually the main one."""
+    """Queue of one save and the actions behind it. All methods are for a single thread, usually the main one."""
 
     def __init__(self) -> None:
         self._work: _BackgroundWork | None = None
@@ -33,27 +33,28 @@ class BackgroundSave:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something was started of which nobody knows the end yet: see :meth:`check` and :meth:`wait`."""
+        """Whether a save was started whose outcome :meth:`check` or :meth:`wait` has not reported yet."""
         return self._work is not None
 
     def start(self, write: Callable[[], None], what: str = "The checkpoint") -> None:
-        """Wait for what was started before, then call ``write`` in a thread.
+        """Wait for the previous save, then call ``write`` in a thread.
 
         Args:
-            write: nobody else may change what it writes.
-            what: it is, for messages: a path.
+            write: Writes the checkpoint; nothing else may change the values that it writes.
+            what: Name of the checkpoint for messages: a path.
 
         Raises:
-            Exception: what has gone wrong before; then nothing is started.
+            Exception: the error of the previous save; then nothing is started.
         """
         self.wait()
         self._work = _BackgroundWork(write, what, self._errors)
         self._work.thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once everything that was started is there: in the thread, or at once if it is there already.
+        """Call ``action`` once the save and earlier actions are done: in the thread, or at once if they are done
+        already.
 
-        If that fails, or an action before this one, it is not called.
+        It is not called if the save, or an action before this one, fails.
         """
         if self._work is not None and self._work.add(action):
             return
@@ -61,7 +62,7 @@ class BackgroundSave:
             action()
 
     def check(self) -> None:
-        """Raise what has gone wrong meanwhile, once. Does not wait.
+        """Raise the error of the save, if there is one, once. Does not wait.
 
         Raises:
             CheckpointError: the checkpoint was not saved.
@@ -71,7 +72,7 @@ class BackgroundSave:
             self.wait()
 
     def wait(self) -> None:
-        """Until everything is done.
+        """Wait until the save and all actions are done.
 
         Raises:
             CheckpointError: the checkpoint was not saved.
@@ -87,7 +88,7 @@ class BackgroundSave:
 
 @final
 class _BackgroundWork:
-    """What one thread does: knows nothing of :class:`BackgroundSave`, which may go before."""
+    """Thread of one save. Has no reference to its :class:`BackgroundSave`, which may be collected first."""
 
     def __init__(self, write: Callable[[], None], what: str, errors: list[BaseException]) -> None:
         self.is_over = False
@@ -97,7 +98,7 @@ class _BackgroundWork:
         self._lock = threading.Lock()
 
     def add(self, action: Callable[[], None]) -> bool:
-        """Whether ``action`` will be done, if nothing fails before."""
+        """Queue ``action``; returns whether it will run, if nothing fails before."""
         with self._lock:
             if not self.is_over:
                 self._waiting.append(action)
@@ -119,6 +120,7 @@ class _BackgroundWork:
                 self._errors.append(error)
 
     def _next(self) -> Callable[[], None] | None:
+        # One lock for the last action and `is_over`: an action added in between would never run.
         with self._lock:
             if self._waiting and not self._errors:
                 return self._waiting.pop(0)

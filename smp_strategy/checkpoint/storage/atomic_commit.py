@@ -1,8 +1,8 @@
-"""How a file or folder is there as a whole or not at all, whenever its writer is killed.
+"""Atomic replacement of a file or folder: after a crash at any moment, the old one or the new one is there as a whole.
 
-It is written beside its place, under a hidden name [1], brought to the disk, renamed [2], and the rename is brought to
-the disk. A file takes the place of another in one step, which a folder cannot: the old one is moved aside first [3],
-and goes when the new one is in place [4]::
+[Note: atomic replacement] The new one is written beside its place, under a hidden name [1], synced to disk, renamed
+[2], and the rename is synced. Renaming a file over another is one step. A folder cannot be renamed over another: the
+old one is moved aside first [3], and deleted when the new one is in place [4]::
 
         in its place    hidden beside it
     [1] x.ckpt (old)    .x.ckpt.saving-...
@@ -10,12 +10,12 @@ and goes when the new one is in place [4]::
     [2] x.ckpt (new)                         .x.ckpt.replaced (old)
     [4] x.ckpt (new)                         .x.ckpt.deleted-...
 
-Who is killed after [3] leaves the old one to :func:`recover`, which must be called before ``x.ckpt`` is read. Who is
-killed elsewhere leaves something hidden, which the next :func:`begin` in that folder deletes. It spares what a process
-is still at: the hidden names tell the machine, the process and when that was started. What has been left by another
-machine, of whose processes nothing can be known, is spared as long as it may have been written to lately.
+A crash after [3] leaves the old one to :func:`recover`, which must be called before ``x.ckpt`` is read. A crash
+elsewhere leaves a hidden entry, which the next :func:`begin` in that folder deletes. Entries in use by a live process
+are spared: the hidden name has the machine, the process id and the start time of the process. An entry of another
+machine, whose processes cannot be checked, is spared as long as it was written to within ``GIVEN_UP_SECONDS``.
 
-One process begins and commits; others may write to what it has begun, on other machines as well.
+A single process begins and commits; others may write to the entry that it has begun, on other machines as well.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ __all__ = [
     "sync",
 ]
 
-# What another machine has begun and not written to for so many seconds has been given up.
+# An entry of another machine without writes for so long belongs to a dead process.
 GIVEN_UP_SECONDS: Final = 3600.0
 
 _HIDDEN: Final = re.compile(r"\..+\.(?:saving|deleted)-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
-_LONGEST_NAME: Final = 180  # bytes, of 255: the rest is for what is put around it
+_LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
@@ -64,12 +64,12 @@ Check = Callable[[Path], None]
 def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Path:
     """Make an empty file or folder beside ``target``, to be filled and given to :func:`commit` or :func:`discard`.
 
-    Missing folders above are made. What dead processes have left in the folder is deleted.
+    Missing parent folders are made. Entries that dead processes have left in the folder are deleted.
 
     Args:
-        target: what is to be written.
-        is_folder: whether it is a folder.
-        check: raises an error if what is there must not be replaced.
+        target: Path to be written.
+        is_folder: Whether it is a folder.
+        check: Raises an error if the existing ``target`` must not be replaced.
     """
     recover(target)
     check(target)
@@ -84,15 +84,15 @@ def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) ->
 
 
 def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> None:
-    """Let ``target`` be what ``staging`` is, which is gone then; all of it is on the disk when this returns.
+    """Replace ``target`` by ``staging``, which is gone then; all of it is synced to disk when this returns.
 
     Args:
-        staging: from :func:`begin`, complete and closed.
-        target: as for :func:`begin`. A file or link of that name is replaced, and a folder that is a checkpoint.
-        check: as for :func:`begin`; it is asked again, since something may have come there meanwhile.
+        staging: Path from :func:`begin`, complete and closed.
+        target: As for :func:`begin`. A file or link of that name is replaced, and a folder that is a checkpoint.
+        check: As for :func:`begin`; called again, since ``target`` may have appeared meanwhile.
 
     Raises:
-        CheckpointError: ``staging`` has gone, or what is there must not be replaced.
+        CheckpointError: ``staging`` has gone, or the existing ``target`` must not be replaced.
     """
     if not os.path.lexists(staging):
         raise CheckpointError(
@@ -106,7 +106,7 @@ def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> 
             _put(staging, target)
             break
         except OSError as error:
-            # A reader has recovered the old one just now, since it was missing for a moment.
+            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR) or attempt == _ATTEMPTS:
                 raise
     _sync_one(target.parent)
@@ -115,7 +115,7 @@ def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> 
 
 @contextlib.contextmanager
 def replacing(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Iterator[Path]:
-    """Between :func:`begin` and :func:`commit`; what is there of it is deleted after an error.
+    """Context manager around :func:`begin` and :func:`commit`; after an error the new file or folder is deleted.
 
     Raises:
         CheckpointError: it could not be written, as the disk is full for instance.
@@ -131,19 +131,19 @@ def replacing(target: Path, *, is_folder: bool, check: Check = check_replaceable
 
 
 def discard(staging: Path) -> None:
-    """Delete what :func:`begin` has made, if it is still there."""
+    """Delete the file or folder of :func:`begin`, if it is still there."""
     _delete(staging)
 
 
 def remove(target: Path) -> None:
-    """Delete a file, a link or a folder, which is there as a whole or not at all meanwhile; and an older one of it."""
+    """Delete a file, a link or a folder atomically, and an older one that was moved aside for it."""
     _forget_replaced(target)
     if os.path.lexists(target):
         _hide_and_delete(target, target)
 
 
 def link(target: Path, place: Path) -> None:
-    """Let ``place`` be a symbolic link to ``target``, as a path from there; what was there before is replaced."""
+    """Make ``place`` a symbolic link to ``target`` by a relative path; an existing ``place`` is replaced."""
     check_replaceable(place)
     staging = _mine(place, "saving")
     staging.symlink_to(os.path.relpath(target, place.parent))
@@ -157,17 +157,17 @@ def link(target: Path, place: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Put back what a process had moved aside for its new ``target`` when it was killed. Any process may do that."""
+    """Put back the old ``target`` that a process had moved aside when it was killed. Any process may call this."""
     if (old := _replaced(target)) is None:
         return
     if not os.path.lexists(target):
-        with contextlib.suppress(OSError):  # another process does it as well, or the new one arrives
+        with contextlib.suppress(OSError):  # another process recovers it too, or the new one arrives
             os.rename(old, target)
             _sync_one(target.parent)
 
 
 def recover_all(folder: Path) -> None:
-    """:func:`recover` everything that is missing in ``folder``, before it is listed."""
+    """Call :func:`recover` for everything that is missing in ``folder``, before it is listed."""
     if folder.is_dir():
         for each in list(folder.iterdir()):
             if match := _REPLACED.fullmatch(each.name):
@@ -175,11 +175,11 @@ def recover_all(folder: Path) -> None:
 
 
 def clean(folder: Path, *, now: float | None = None) -> None:
-    """Delete what dead processes have left in ``folder``.
+    """Delete the entries that dead processes have left in ``folder``.
 
     Args:
-        folder: is there.
-        now: the time on the machine that has the files, in seconds; by default it is this machine's.
+        folder: Existing folder.
+        now: Time on the machine that has the files, in seconds; by default this machine's.
     """
     now = time.time() if now is None else now
     for each in list(folder.iterdir()):
@@ -188,24 +188,24 @@ def clean(folder: Path, *, now: float | None = None) -> None:
 
 
 def merge(staging: Path, target: Path) -> None:
-    """Move what is in the folder ``staging`` into ``target``, which is there and keeps its other files.
+    """Move the content of the folder ``staging`` into the existing folder ``target``, which keeps its other files.
 
-    One file after the other, each of them is there as a whole: for folders that cannot be replaced, because they are
-    mounted or have files of others.
+    Files are moved one by one, each of them atomically: for folders that cannot be replaced, because they are mounted
+    or have files of others.
     """
     sync(staging)
     _merge(staging, target)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or everything in a folder, to the disk."""
+    """Sync a file, or everything in a folder, to disk."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             each = Path(folder, name)
             if not each.is_symlink():
                 _sync_one(each)
         _sync_one(Path(folder))
-        os.utime(path)  # it is not given up, though it has many files
+        os.utime(path)  # a sign of life for other machines, as syncing many files takes long
     if not path.is_dir():
         _sync_one(path)
 
@@ -214,9 +214,10 @@ def _put(staging: Path, target: Path) -> None:
     if staging.is_dir() or (target.is_dir() and not target.is_symlink()):
         _forget_replaced(target)
         if os.path.lexists(target):
-            os.rename(target, _aside(target))
+            os.rename(target, _aside(target))  # [3]
+            # Synced between the renames, so that they reach the disk in this order.
             _sync_one(target.parent)
-        os.rename(staging, target)
+        os.rename(staging, target)  # [2]
     else:
         os.replace(staging, target)
 
@@ -232,14 +233,15 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def _forget_replaced(target: Path) -> None:
-    """What was there before ``target``; half of it must not be found when this process is killed now."""
+    """Delete the old version of ``target`` that was moved aside, so that a crash meanwhile leaves no half of it to be
+    found."""
     recover(target)
     if (old := _replaced(target)) is not None:
         _hide_and_delete(old, target)
 
 
 def _hide_and_delete(path: Path, target: Path) -> None:
-    hidden = _mine(target, "deleted")
+    hidden = _mine(target, "deleted")  # [4]: deleting takes long, and half of a folder must not be found
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, hidden)
     _sync_one(target.parent)
@@ -267,7 +269,7 @@ def _sync_one(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in _NO_SYNC:  # some file systems do not know it of folders
+        if error.errno not in _NO_SYNC:  # some file systems cannot sync folders
             raise
     finally:
         os.close(number)
@@ -284,7 +286,7 @@ def _replaced(target: Path) -> Path | None:
 
 def _mine(target: Path, what: str) -> Path:
     pid = os.getpid()
-    # Lightning takes whatever has `hpc_ckpt_` in its name for a checkpoint of that name, and digits for its number.
+    # Lightning takes any name with `hpc_ckpt_` for a checkpoint, and the digits in it for its number.
     shown = _short(target.name).replace("_", "-")
     for number in itertools.count():
         path = target.with_name(f".{shown}.{what}-{_machine()}-{pid}-{_started(pid)}-{number}")
@@ -305,14 +307,13 @@ def _is_alive(path: Path, match: re.Match[str], now: float) -> bool:
         return _started(int(match[2])) == match[3]
     try:
         times = [path.lstat().st_mtime, *(each.lstat().st_mtime for each in path.rglob("*"))]
-    except OSError:  # it is being renamed or deleted
+    except OSError:  # being renamed or deleted just now
         return True
     return now - max(times) < GIVEN_UP_SECONDS
 
 
 def _machine() -> str:
-    """Of processes with the same, the numbers mean the same: they are on one machine, since one start of it, in one
-    container."""
+    """Identifier of the space of process ids: machine, boot, and container."""
     known = [platform.node()]
     with contextlib.suppress(OSError):
         known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -321,9 +322,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks of the machine; empty if it is none, or has ended."""
+    """Start time of a process, in clock ticks; empty if there is no such process, or it has ended."""
     try:
-        # The second field, the name of the program, is in parentheses and may have anything in it.
+        # The second field, the program's name in parentheses, can have spaces and parentheses in it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         if Path("/proc/self/stat").exists():
@@ -333,7 +334,7 @@ def _started(pid: int) -> str:
 
 
 def _is_there(pid: int) -> str:
-    """For systems without ``/proc``: a later process with the same number is taken for it."""
+    """Substitute for :func:`_started` on systems without ``/proc``; it does not notice that a process id was reused."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

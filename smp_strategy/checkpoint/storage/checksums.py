@@ -1,8 +1,8 @@
-"""Digests of what is written, taken on the way, so that each byte passes through the processor once.
+"""XXH3-128 checksums, taken while bytes are written, so that each byte passes through the processor once.
 
-What is read later need not be all of a file, so a stretch of it has a digest for each mebibyte. That is also what a
-processor's cache holds: a piece is still there from being read or written when its digest is taken. The hash is XXH3 of
-128 bits, which is several times as fast as memory is filled from a disk. It finds damage, not malice.
+A reader need not read all of a file, so a stretch of it has a digest for each mebibyte. A mebibyte also fits in a
+processor's cache: a piece is still there from being read or written when its digest is taken. XXH3 is several times as
+fast as memory is filled from a disk. It finds damage, not malice.
 """
 
 from collections.abc import Iterator
@@ -14,27 +14,27 @@ from smp_strategy.checkpoint.storage.disk import EarlyWriting
 
 __all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of"]
 
-DIGITS: Final = 32  # of a digest
-PIECE: Final = 2**20  # bytes; in a file that has others, readers take them from there
+DIGITS: Final = 32  # hexadecimal digits of a digest
+PIECE: Final = 2**20  # bytes; the manifest has the size that its writer used
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Of bytes, as 32 hexadecimal digits."""
+    """XXH3-128 of the bytes, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def pieces_of(length: int, piece: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Where the pieces of so many bytes begin and end."""
+    """Begin and end of each piece of ``length`` bytes."""
     for start in range(0, length, piece):
         yield start, min(start + piece, length)
 
 
 @final
 class DigestingFile:
-    """A file to be written from its beginning to its end, as ``torch.save`` does, whose pieces' digests are kept.
+    """File written from beginning to end, as ``torch.save`` does, with a digest for each piece.
 
     Args:
-        file: open for writing, without a buffer of its own.
+        file: Open for writing, unbuffered.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -42,7 +42,7 @@ class DigestingFile:
         self._small = bytearray()
         self.size = 0
         self.digests: list[str] = []
-        """Of the pieces so far; complete after :meth:`end_stretch`."""
+        """Digests of the pieces so far; complete after :meth:`end_stretch`."""
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes to the current stretch."""
@@ -61,13 +61,13 @@ class DigestingFile:
         return length
 
     def end_stretch(self) -> list[str]:
-        """The digests of the pieces since the last call; the next piece begins here."""
+        """Digests of the pieces since the last call; the next piece begins here."""
         self._put_small()
         found, self.digests = self.digests, []
         return found
 
     def flush(self) -> None:
-        """Nothing: ``torch.save`` calls it, and pieces are not to be smaller for that."""
+        """Does nothing: ``torch.save`` calls it, and that must not make pieces smaller."""
 
     def _put_small(self) -> None:
         if self._small:

@@ -1,11 +1,10 @@
-"""What has changed in a directory since it was written, as its digests tell: which bytes, and whose they are."""
+"""Damage report of a folder with a manifest: the bytes that have changed, and the tensors that they belong to."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from smp_strategy.checkpoint.storage import manifest
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.manifest import Manifest
 from smp_strategy.checkpoint.storage.verified_reads import Files
 from smp_strategy.errors import CheckpointError
@@ -14,11 +13,11 @@ __all__ = ["Damage", "problems_of_files"]
 
 
 class Damage(NamedTuple):
-    """Something that is wrong."""
+    """One damaged stretch of a file."""
 
     file: str
     tensor: str
-    """Or what else the damaged bytes are of; empty, if that is not known."""
+    """Name of the tensor, object or file that the bytes belong to; empty if not known."""
     what: str
 
     def __str__(self) -> str:
@@ -26,7 +25,7 @@ class Damage(NamedTuple):
 
 
 def problems_of_files(directory: Path) -> list[Damage] | None:
-    """Compare all bytes of a directory that ranks have written together with its manifest; ``None`` if it has none."""
+    """Compare all bytes of a sharded folder with its manifest; ``None`` if it has no manifest."""
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
     except FileNotFoundError:
@@ -45,17 +44,17 @@ def problems_of_files(directory: Path) -> list[Damage] | None:
 
 def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Damage]:
     regions, memory = found.files[file], memoryview(bytearray(found.piece))
+
+    def read(start: int, stop: int) -> memoryview:
+        files.read_into(file, start, memory[: stop - start])
+        return memory[: stop - start]
+
     size, expected = files.size(file), sum(region.length for region in regions)
     if size > expected:
         yield Damage(file, "", f"has {size - expected} bytes too many.")
     for region in regions:
-        damaged = []
         if region.offset + region.length > size:
             yield Damage(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
             continue
-        for (start, stop), each in zip(region.pieces(found.piece), region.digests, strict=True):
-            files.read_into(file, start, memory[: stop - start])
-            if digest(memory[: stop - start]) != each:
-                damaged.append(f"{start} to {stop}")
-        if damaged:
+        if damaged := [f"{start} to {stop}" for start, stop in region.changed(read, found.piece)]:
             yield Damage(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")

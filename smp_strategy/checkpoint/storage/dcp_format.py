@@ -1,10 +1,10 @@
-"""Items of PyTorch's distributed checkpoints: what ``torch.save`` makes of one tensor, or of one object.
+"""Items of PyTorch's distributed checkpoints (DCP): the output of ``torch.save`` for one tensor or one object.
 
-Of a tensor it is a zip file, in which the values stand as they are in memory. What is before and behind them tells
-shape and dtype only, as long as no checksums are in it (ours are elsewhere, and are faster). So that is made once for
-all tensors of a shape, and a tensor is written as fast as its bytes.
+An item of a tensor is a zip file that has the values as they are in memory. The bytes before and behind them depend on
+shape and dtype only, as long as they have no checksums (ours are in the manifest, and faster). So they are made once
+for all tensors of a shape, and a tensor is written as fast as its bytes.
 
-A nested state as PyTorch's distributed checkpoints have it: flat names, and for each the way to its place.
+:class:`FlatState` is a nested state as DCP has it: flat names, and for each the path to its place.
 """
 
 import io
@@ -27,11 +27,11 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["Envelope", "Envelopes", "FlatState", "Path", "check_object", "object_item", "write_item"]
 
-config: Any = _config  # without types
+config: Any = _config  # it has no types
 
 
 class Envelope(NamedTuple):
-    """What stands around the values of a tensor."""
+    """Bytes of a DCP item around the values of a tensor."""
 
     before: bytes
     behind: bytes
@@ -39,13 +39,13 @@ class Envelope(NamedTuple):
 
 @final
 class Envelopes:
-    """Those of tensors by shape and dtype."""
+    """Cache of envelopes by shape and dtype."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[torch.Size, torch.dtype], Envelope] = {}
 
     def of(self, tensor: Tensor) -> Envelope:
-        """That of a tensor whose values are in a row in host memory."""
+        """Envelope of a tensor that is contiguous in host memory."""
         key = (tensor.shape, tensor.dtype)
         if key not in self._known:
             self._known[key] = _envelope(tensor)
@@ -53,7 +53,7 @@ class Envelopes:
 
 
 class _Splitter:
-    """Takes what ``torch.save`` writes and leaves out the values, which it knows by their address."""
+    """Sink for ``torch.save`` that leaves out the values, which it recognises by their address."""
 
     def __init__(self, start: int, size: int) -> None:
         self._start, self._size = start, size
@@ -70,12 +70,12 @@ class _Splitter:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing: nothing is buffered."""
 
 
 def _envelope(tensor: Tensor) -> Envelope:
     values = raw(tensor)
-    # A storage that ends with the tensor, and no copy of it: torch.save writes whole storages.
+    # A storage of exactly these bytes, without a copy: torch.save writes whole storages.
     alone = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, dtype=torch.uint8)
     alone = alone.view(tensor.dtype).view(tensor.shape)
     splitter = _Splitter(alone.data_ptr() if len(values) else 0, len(values))
@@ -86,7 +86,7 @@ def _envelope(tensor: Tensor) -> Envelope:
 
 
 def object_item(value: Any) -> bytes:
-    """What ``torch.save`` makes of an object."""
+    """DCP item of an object: the output of ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -108,7 +108,7 @@ def check_object(name: str, item: bytes) -> None:
 
 
 def write_item(file: DigestingFile, name: str, *stretches: bytes | memoryview) -> Region:
-    """Append what stands before the values, the values, and what stands behind."""
+    """Append the bytes before the values, the values, and the bytes behind them."""
     offset, digests = file.size, []
     for stretch in stretches:
         file.write(stretch)
@@ -123,14 +123,14 @@ Path = tuple[str | int, ...]
 @final
 @dataclass(frozen=True)
 class FlatState:
-    """The leaves of a state by their flat names."""
+    """Leaves of a nested state by their flat names."""
 
     tensors: Mapping[str, HeldTensor]
     objects: Mapping[str, Any]
     paths: Mapping[str, Path]
-    """The way to each, and to each alias."""
+    """Path to each leaf in the nested state, and to each alias."""
     aliases: Mapping[str, tuple[str, ...]]
-    """Further flat names of tensors that have some."""
+    """Further flat names of tied tensors."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FlatState":

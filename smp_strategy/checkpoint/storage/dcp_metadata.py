@@ -1,7 +1,7 @@
-"""The file ``.metadata`` of PyTorch's distributed checkpoints: what is in the directory, and where.
+"""Codec of ``.metadata``, the table of contents of PyTorch's distributed checkpoints.
 
-It is a pickle, which can run anything when it is read. Here it is read with nothing but the classes that PyTorch writes
-there, which are plain data, and then looked over: types, sizes, and that no path leads out of the directory.
+The file is a pickle, which can run anything when it is read. It is unpickled with nothing but the classes that PyTorch
+writes there, which are plain data, and then validated: types, sizes, and that no path leads out of the folder.
 """
 
 import io
@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from smp_strategy.checkpoint.storage.dcp_format import Path
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
-from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["FILE_NAME", "Chunk", "DirectoryContents", "ItemLocation", "from_bytes", "to_bytes"]
 
 FILE_NAME: Final = ".metadata"
 
-_WITH_MANIFEST: Final = "with manifest.json of smp_strategy"  # in place of what PyTorch numbers a save with
+_WITH_MANIFEST: Final = "with manifest.json of smp_strategy"  # in the field for PyTorch's id of a save
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _ALLOWED: Final = {
     **dict.fromkeys(
@@ -58,14 +58,14 @@ _ALLOWED: Final = {
     "pathlib PurePosixPath": "pathlib PurePosixPath",
     "pathlib WindowsPath": "pathlib PureWindowsPath",
     "pathlib PureWindowsPath": "pathlib PureWindowsPath",
-    # As Python 3.13 calls them.
+    # Names in Python 3.13.
     "pathlib._local PosixPath": "pathlib PurePosixPath",
     "pathlib._local WindowsPath": "pathlib PureWindowsPath",
 }
 
 
 class ItemLocation(NamedTuple):
-    """Where an item is."""
+    """File, offset and length of an item."""
 
     file: str
     offset: int
@@ -75,7 +75,7 @@ class ItemLocation(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A stored part of a tensor."""
+    """Stored rectangle of a tensor."""
 
     part: Rectangle
     place: ItemLocation
@@ -83,18 +83,18 @@ class Chunk(NamedTuple):
 
 @final
 class DirectoryContents(NamedTuple):
-    """What is in a directory."""
+    """Table of contents of a sharded folder."""
 
     tensors: Mapping[str, tuple[LocalTensorInfo, tuple[Chunk, ...]]]
     objects: Mapping[str, ItemLocation]
     paths: Mapping[str, Path]
-    """The way to each in the nested state, as far as it is known."""
+    """Path to each in the nested state, as far as it is known."""
     has_manifest: bool
-    """Whether a manifest was written with it."""
+    """Whether the folder was written with a manifest."""
 
 
 def to_bytes(contents: DirectoryContents) -> bytes:
-    """As PyTorch reads it."""
+    """Content of the file, as PyTorch reads it."""
     kinds: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, (described, chunks) in contents.tensors.items():
@@ -113,7 +113,7 @@ def to_bytes(contents: DirectoryContents) -> bytes:
 
 
 def from_bytes(data: bytes) -> DirectoryContents:
-    """Read it.
+    """Parse the content of the file.
 
     Raises:
         CheckpointError: it is damaged, of an unknown kind, or hostile.
@@ -125,7 +125,7 @@ def from_bytes(data: bytes) -> DirectoryContents:
         return _contents(metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle can fail in any way
+    except Exception as error:  # a pickle can raise anything
         raise CheckpointError(f"{FILE_NAME} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -1,11 +1,10 @@
-"""Which directories ranks have written together, and whether one is whole, as far as sizes and descriptions tell."""
+"""Opens sharded folders and checks that they are complete, as far as sizes and descriptions tell."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.dcp_metadata import DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files
@@ -17,24 +16,24 @@ Regions = dict[tuple[str, int], Region]
 
 
 class Opened(NamedTuple):
-    """A directory that looks whole."""
+    """Sharded folder that looks complete."""
 
     contents: DirectoryContents
     manifest: Manifest | None
-    """``None``, if another program has written it."""
+    """``None`` if another program has written the folder."""
     regions: Regions
-    """Those of the manifest by file and offset."""
+    """Regions of the manifest by file and offset."""
 
 
 def is_sharded(path: Path | str) -> bool:
-    """Whether ``path`` is a directory of PyTorch's distributed checkpoints, ours or another's."""
+    """Whether ``path`` is a folder of PyTorch's distributed checkpoints, ours or another's."""
     path = Path(path)
     commit.recover(path)
     return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
 
 
 def opened(path: Path) -> Opened:
-    """Read what is in a directory, and compare it with the sizes of the files.
+    """Read the descriptions of a sharded folder, and compare them with the sizes of the files.
 
     Raises:
         DamageError: they do not agree, or a description is damaged or hostile.
@@ -67,18 +66,20 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
     """Compare the content of a file that is one region with its digests.
 
     Raises:
-        DamageError: it is another one.
+        DamageError: the content has changed.
     """
     regions = found.files.get(file, ())
-    pieces = [piece for region in regions for piece in region.pieces(found.piece)]
-    digests = [each for region in regions for each in region.digests]
+
+    def read(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
     is_whole = len(data) == sum(region.length for region in regions)
-    if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
+    if not is_whole or any(any(region.changed(read, found.piece)) for region in regions):
         raise DamageError(f"{file} has changed since it was written.")
 
 
 def _check_places(path: Path, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
-    """What is to be read is there, as far as sizes tell; and the two descriptions of it agree."""
+    """Check that files have the expected sizes, and that ``.metadata`` and the manifest agree."""
     with Files(path) as files:
         for file, parts in found.files.items() if found else ():
             size, expected = files.size(file), sum(region.length for region in parts)

@@ -1,4 +1,4 @@
-"""Bringing a file to the disk, which begins while it is still being written: then less is left to wait for."""
+"""Syncing files to disk, begun while they are still being written, so that less is left to wait for."""
 
 import ctypes
 import os
@@ -8,21 +8,21 @@ from typing import BinaryIO, Final, final
 __all__ = ["EarlyWriting", "to_disk"]
 
 _STEP: Final = 16 * 2**20  # bytes
-_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
+_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: begin writing, do not wait
 
 
 def to_disk(file: BinaryIO) -> None:
-    """Until what was written to ``file`` is there after a loss of power."""
+    """Wait until the bytes written to ``file`` survive a loss of power."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @final
 class EarlyWriting:
-    """Lets the system begin with what there is of a file, now and then. It promises nothing: see :func:`to_disk`.
+    """Asks the system, from time to time, to begin writing a file to disk. Guarantees nothing: see :func:`to_disk`.
 
     Args:
-        file: written from its beginning to its end.
+        file: Written from beginning to end.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -31,14 +31,14 @@ class EarlyWriting:
         self._begin = _system_call()
 
     def is_at(self, size: int) -> None:
-        """There are ``size`` bytes now."""
+        """Report that the file has ``size`` bytes now."""
         if self._begin is not None and size - self._begun >= _STEP:
             self._begin(self._number, self._begun, size - self._begun, _WRITE)
             self._begun = size
 
 
 def _system_call() -> Callable[[int, int, int, int], object] | None:
-    """Linux has it, and Python does not."""
+    """The Linux call ``sync_file_range``, which Python does not have; ``None`` on other systems."""
     found = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -1,7 +1,7 @@
-"""What to load in the place of a checkpoint that is damaged: the newest other one beside it that is not.
+"""Fallback for a damaged checkpoint: the newest undamaged one beside it.
 
-Only what can be verified is offered. All of it is read for that, so this is for one rank, or for the few files that are
-read as a whole by everyone anyway.
+Only verified checkpoints are offered. Verifying reads all of them, so this is for one rank, or for the few files that
+every rank reads as a whole anyway.
 """
 
 import os
@@ -23,11 +23,11 @@ _MOST_TRIED: Final = 10
 
 
 def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
-    """The newest checkpoint beside ``path`` that is undamaged, of any form that has digests; ``None`` if there is none.
+    """The newest undamaged checkpoint beside ``path``, of any form that has digests; ``None`` if there is none.
 
     Args:
-        path: the damaged one.
-        quickly: believe what looks whole, without reading all of it.
+        path: The damaged checkpoint.
+        quickly: Accept a checkpoint that looks complete, without reading all of it.
     """
     for number, each in enumerate(each for each in _others(Path(path)) if has_digests(each)):
         if number == _MOST_TRIED:
@@ -38,7 +38,8 @@ def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
 
 
 def advice(path: Path | str, *, quickly: bool = False) -> str:
-    """A sentence about what to do without ``path``, which is damaged; for ``quickly`` see :func:`previous`."""
+    """A sentence that tells the user what to load instead of the damaged ``path``; for ``quickly`` see
+    :func:`previous`."""
     found = previous(path, quickly=quickly)
     if found is not None and quickly:
         return f"The newest other checkpoint beside it is {found}: `smp verify {found}` reads all of that one."
@@ -59,19 +60,19 @@ def _looks_whole(path: Path) -> bool:
             if is_sharded(path):
                 opened(path)
             return True
-        return zipfile.is_zipfile(path)  # its directory is at the end
+        return zipfile.is_zipfile(path)  # the table of an archive is at its end, so a truncated file has none
     except (CheckpointError, OSError):
         return False
 
 
 def _others(damaged: Path) -> Iterator[Path]:
-    """The other checkpoints in the same folder, the newest first."""
+    """The other checkpoints in the same folder, newest first."""
     if not damaged.parent.is_dir():
         return
     commit.recover_all(damaged.parent)
     found = []
     for each in damaged.parent.iterdir():
-        # A link leads to one that is in the list itself, or to the damaged one.
+        # The target of a link is listed itself, or is the damaged one.
         if each.name.startswith(".") or each.is_symlink() or _is_same(each, damaged) or not _is_checkpoint(each):
             continue
         newest = max((part.stat().st_mtime_ns for part in each.iterdir()), default=0) if each.is_dir() else 0

@@ -1,8 +1,7 @@
-"""Digests of the files of a folder that others define, and read too: ``manifest.json`` beside them.
+"""Digests for folders whose files are defined by other programs: a ``manifest.json`` beside them.
 
-The same as in a directory that ranks write together (:mod:`smp_strategy.checkpoint.storage.manifest`), for files of any
-kind that are there already. Of safetensors the manifest has a region for each tensor, so that damage is reported with
-its name.
+The manifest is that of a sharded folder (:mod:`smp_strategy.checkpoint.storage.manifest`), made afterwards for existing
+files of any kind. For safetensors it has a region for each tensor, so that damage is reported with the tensor's name.
 """
 
 import json
@@ -16,22 +15,22 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["describe", "verify"]
 
-_LENGTH: Final = 8  # bytes, of the length of the header of safetensors
+_LENGTH: Final = 8  # bytes of the header's length in a safetensors file
 
 
 def describe(folder: Path, note: dict[str, Any]) -> None:
-    """Write the manifest of all files in ``folder``, those in folders in it left out. The last thing to do there."""
+    """Write the manifest of all files in ``folder``, not of subfolders. Must be the last write to the folder."""
     paths = sorted(each for each in folder.iterdir() if each.is_file() and each.name != FILE_NAME)
     files = {path.name: tuple(_regions(path)) for path in paths}
     (folder / FILE_NAME).write_bytes(Manifest(note=note, files=files).to_bytes())
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files with the manifest, if there is one. Files that are not there are not missed here.
+    """Compare files with the manifest, if there is one. Missing files are not reported here.
 
     Args:
-        folder: has them.
-        names: of the files; ``None``: all.
+        folder: Folder with the files.
+        names: Names of the files; ``None``: all.
 
     Raises:
         CheckpointError: one is damaged; the message names the file, and the tensor where that is known.
@@ -58,15 +57,12 @@ def _verify_file(path: Path, regions: tuple[Region, ...], piece: int) -> None:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, but {expected} when it was written. {remedy}")
     with path.open("rb") as file:
         for region in regions:
-            expected_digests = [*region.digests]
-            for start, stop in region.pieces(piece):
-                data = file.read(stop - start)
-                if not expected_digests or digest(data) != expected_digests.pop(0):
-                    what = "" if region.name == path.name else f" `{region.name}`, in"
-                    raise CheckpointError(
-                        f"{path} is damaged:{what} bytes {start} to {stop} have changed since they were "
-                        f"written. {remedy}"
-                    )
+            # Regions and pieces follow each other without gaps, so reading on is reading from `start`.
+            for start, stop in region.changed(lambda start, stop: file.read(stop - start), piece):
+                what = "" if region.name == path.name else f" `{region.name}`, in"
+                raise CheckpointError(
+                    f"{path} is damaged:{what} bytes {start} to {stop} have changed since they were written. {remedy}"
+                )
 
 
 def _regions(path: Path) -> Iterator[Region]:
@@ -79,7 +75,7 @@ def _regions(path: Path) -> Iterator[Region]:
 
 
 def _stretches(path: Path) -> list[tuple[str, int]]:
-    """What stands in a file, and how many bytes it has, one behind the other."""
+    """Names and numbers of bytes of the consecutive parts of a file."""
     size = path.stat().st_size
     whole = [(path.name, size)]
     if path.suffix != ".safetensors" or size < _LENGTH:
@@ -89,7 +85,7 @@ def _stretches(path: Path) -> list[tuple[str, int]]:
             length = int.from_bytes(file.read(_LENGTH), "little")
             header = json.loads(file.read(length)) if length < size else {}
         spans = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError):  # it only has the name of one
+    except (ValueError, KeyError, TypeError, AttributeError):  # no safetensors file, in spite of its name
         return whole
     stretches, end = [(path.name, _LENGTH + length)], 0
     for start, stop, name in spans:

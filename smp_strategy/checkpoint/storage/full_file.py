@@ -1,7 +1,7 @@
-"""A checkpoint that is one ordinary file of ``torch.save``: written in one pass, read once it is verified.
+"""Full checkpoint: one ordinary file of ``torch.save``, written in one pass, verified before it is read.
 
-Nothing is copied to memory on the way to the disk, where Lightning has all of it twice. The file has digests of its own
-(:mod:`~smp_strategy.checkpoint.storage.full_file_digests`), which other readers do not notice; files of other programs
+Tensors are not copied to memory on the way to the disk, where Lightning holds all of them twice. The file has digests
+inside (:mod:`~smp_strategy.checkpoint.storage.full_file_digests`), which other readers ignore; files of other programs
 have none, and are read without.
 """
 
@@ -25,33 +25,33 @@ _BUFFER = 2**20  # bytes
 
 
 def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = check_replaceable) -> None:
-    """Let ``path`` be a file with ``content``; until all of it is on the disk, it is what it was.
+    """Write ``content`` to ``path``, atomically.
 
     Args:
-        path: of the file. Missing folders are made.
-        content: what ``torch.save`` takes. Tensors may be on any device, they are copied one by one.
-        check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
+        path: Path of the file. Missing folders are made.
+        content: Any dict that ``torch.save`` takes. Tensors may be on any device, they are copied one by one.
+        check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
 
     Raises:
-        CheckpointError: it could not be written. What was there before is still there.
+        CheckpointError: it could not be written. The previous file is still there.
     """
     with commit.replacing(Path(path), is_folder=False, check=check) as staging:
         with open(staging, "wb", buffering=_BUFFER) as file:
             listening = ListeningFile(file)
-            torch.save(content, listening)  # type: ignore[arg-type] # writing is all that it asks for
+            torch.save(content, listening)  # type: ignore[arg-type] # only `write` and `flush` are used
         append_digests(staging, listening.heard)
 
 
 def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = True) -> Any:
-    """What a file has. Tensors are in host memory, read when they are used.
+    """Read a full checkpoint. Tensors are mapped into host memory, and read when they are used.
 
-    They stay what they are when the file is replaced or deleted, by us or by a rename; but not if somebody writes into
+    They are unaffected when the file is replaced or deleted, by us or by a rename; but not when somebody writes into
     it, as ``cp`` over it does, while they are used.
 
     Args:
-        path: of the file, by us or by another program.
-        weights_only: see ``torch.load``. Without it the file can run code: only for files that one trusts.
-        verify: compare all of it to its digests first. Of ranks that read the same file one may do that for all.
+        path: Path of the file, by us or by another program.
+        weights_only: See ``torch.load``. Without it the file can run code: only for files that one trusts.
+        verify: Compare all of it to its digests first. If several ranks read the file, one may do that for all.
 
     Raises:
         CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code. If it is damaged, an

@@ -1,20 +1,18 @@
-"""Digests in a file of ``torch.save``, of which every byte counts, while anyone reads it as before.
+"""Digests inside a file of ``torch.save``: every byte is covered, and other readers ignore them.
 
 Such a file is a zip archive. One more record is put behind the others, with a digest of each record of values and one
-of all bytes in between; and the archive's comment, at the very end, has a digest of what that record and the table of
-contents add::
+of all bytes in between. The archive's comment, at the very end, has a digest of that record and of the table of
+contents::
 
     values of data.pkl, data/0, data/1, ...    a digest each            } in smp_strategy/checksums.json
     headers, padding, the small records        one digest for all       }
     smp_strategy/checksums.json, the table     one digest, in the comment, which also says where they begin
 
-So nothing has to be taken apart before it is verified, and whoever opens the archive otherwise finds one record that
-it does not ask for.
+So the file is verified without parsing it, and other readers find one record more, which they do not ask for.
 
-Which tensors of a file of ``torch.save`` have their values in which of its records.
-
-The file's pickle says that. It is read with a stand-in for each class and function that it names, so that nothing of it
-is imported or called: this is for messages about files that nobody trusts.
+For error messages, :func:`names_by_record` maps records to the names of their tensors, by the file's pickle. That is
+read with a stand-in for each class and function that it names, so that nothing of an untrusted file is imported or
+called.
 """
 
 import io
@@ -36,19 +34,19 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes"]
 
-# Of one tensor, as what it was made by; no names of theirs.
+# Bound on the search for names in a hostile pickle.
 _MOST_NAMES = 1_000_000
 
 
 def names_by_record(data: bytes) -> dict[str, list[str]]:
-    """The names of tensors by the number of the record: ``{"0": ["state_dict.layer.weight"]}``.
+    """Names of tensors by the number of their record: ``{"0": ["state_dict.layer.weight"]}``.
 
     Args:
-        data: the file's ``data.pkl``. Of what cannot be read there are no names.
+        data: The file's ``data.pkl``. Parts that cannot be read give no names.
     """
     try:
         content = _Reader(io.BytesIO(data)).load()
-    except Exception:  # whatever comes of hostile bytes
+    except Exception:  # hostile bytes can raise anything
         return {}
     found: dict[str, list[str]] = defaultdict(list)
     seen: set[tuple[int, str]] = set()
@@ -73,7 +71,7 @@ class _Record:
 
 
 class _Anything(dict[Any, Any]):
-    """What is made by any function or class."""
+    """Stand-in for the result of any function or class."""
 
     made_of: tuple[Any, ...]
 
@@ -89,11 +87,11 @@ class _Anything(dict[Any, Any]):
         self.made_of = (*self.made_of, state)
 
     def append(self, item: Any) -> None:
-        """As of a list."""
+        """Stands in for ``list.append``."""
         self.made_of = (*self.made_of, item)
 
     def extend(self, items: Any) -> None:
-        """As of a list."""
+        """Stands in for ``list.extend``."""
         self.made_of = (*self.made_of, *items)
 
     add = append
@@ -115,7 +113,7 @@ def _parts(each: Any, name: str) -> list[tuple[Any, str]]:
     if isinstance(each, _Anything):
         parts += [(value, name) for value in each.made_of]
     if type(each) in (list, tuple):
-        # A tuple that a function was called with stands for what came of it.
+        # A tuple can be the arguments of a function, whose result has their names.
         parts += [(value, f"{name}{dot}{number}") for number, value in enumerate(each)]
     return parts
 
@@ -128,8 +126,8 @@ _COMMENT_LENGTH: Final = len(_COMMENT.format(start=0, digest=""))
 _DIGEST_LENGTH: Final = 32
 _LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
-_WINDOW: Final = 2**20  # bytes that are read, or written, and digested while the processor has them at hand
-_LARGE: Final = 2**14  # bytes; it is less work to read smaller values again than to keep their digests
+_WINDOW: Final = 2**20  # bytes digested at a time, while they are in the processor's cache
+_LARGE: Final = 2**14  # bytes; digests of smaller values are taken by reading them again
 _NEAR_THE_END: Final = 2**10  # bytes
 
 
@@ -146,10 +144,10 @@ class _Stretch(NamedTuple):
 
 @final
 class ListeningFile:
-    """What ``torch.save`` writes to: it keeps the digests of large values, which come in one piece each.
+    """Sink for ``torch.save`` that keeps the digests of large values, each of which comes in one piece.
 
     Args:
-        file: open for writing, with a buffer.
+        file: Open for writing, buffered.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -174,19 +172,19 @@ class ListeningFile:
         return len(view)
 
     def flush(self) -> None:
-        """``torch.save`` calls it."""
+        """Flush the buffer; ``torch.save`` calls it."""
         self._file.flush()
 
 
 def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
-    """Complete a file that ``torch.save`` has written.
+    """Add digests to a file that ``torch.save`` has written.
 
     Args:
-        path: the file.
-        heard: what is known of it already, see :class:`ListeningFile`.
+        path: Path of the file.
+        heard: Digests that are known already, see :class:`ListeningFile`.
     """
     with zipfile.ZipFile(path, "a") as archive, open(path, "rb") as file:
-        start = archive.start_dir  # where this record is put
+        start = archive.start_dir  # offset of the next record
         root = archive.infolist()[0].filename.partition("/")[0]
         stretches = []
         for entry in archive.infolist():
@@ -207,7 +205,7 @@ def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
 
 
 def problems_of_bytes(path: Path) -> list[Damage] | None:
-    """What has changed in a file since it was written; ``None`` if it has no digests, since another program wrote it.
+    """Compare a file with its digests; ``None`` if it has none, since another program wrote it.
 
     Raises:
         FileNotFoundError: there is none.
@@ -230,11 +228,11 @@ def problems_of_bytes(path: Path) -> list[Damage] | None:
 
 
 def has_digests(path: Path) -> bool:
-    """Whether changes of a file would be noticed; nothing but its end is read."""
+    """Whether changes of a file would be noticed; reads only its end."""
     with open(path, "rb") as file:
         try:
             return _records(file) is not None
-        except CheckpointError:  # which is one
+        except CheckpointError:  # a damaged file is noticed
             return True
 
 
@@ -257,13 +255,13 @@ def _names(file: BinaryIO, stretches: list[_Stretch], damaged: list[_Stretch]) -
 
 
 def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
-    """Where the last record begins, and what it has, once it is verified."""
+    """Begin and content of the record with the digests, verified; ``None`` if there is none."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - _NEAR_THE_END, 0))
     end = file.read()
     comment = _COMMENT_PATTERN.fullmatch(end[-_COMMENT_LENGTH:])
     if comment is None:
-        # One of two traces of ours may be what has changed.
+        # The other one of our two traces is there, so the comment has changed.
         if _RECORD.encode() in end or b"smp_strategy:xxh3_128:" in end:
             raise CheckpointError("the file's structure has changed since it was written, at its end.")
         return None
@@ -292,7 +290,7 @@ def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
 
 
 def _values_at(file: BinaryIO, header: int) -> int:
-    """Where the values of a record begin whose header is there."""
+    """Offset of the values of the record whose header is at ``header``."""
     file.seek(header)
     *_, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return header + _LOCAL_HEADER.size + name + extra
@@ -315,7 +313,7 @@ def _digest(file: BinaryIO, offset: int, length: int) -> str:
 
 
 def _read(file: BinaryIO, offset: int, length: int) -> Iterator[memoryview]:
-    """In parts, each of which is valid until the next; fewer bytes, if the file ends before."""
+    """Read in parts, each valid until the next; fewer bytes if the file ends before."""
     file.seek(offset)
     window = memoryview(bytearray(min(max(length, 0), _WINDOW)))
     while length > 0 and (count := file.readinto(window[: min(length, len(window))])):  # type: ignore[attr-defined]

@@ -1,12 +1,7 @@
-"""What a rank holds of a tensor that is spread: rectangles of it, wherever they are in this rank's memory.
+"""Local shards of a tensor, as rectangles of the whole tensor that are views of this rank's memory.
 
-This is all that files need to know of a layout. A stage holds a whole parameter or nothing of it, a rank that splits a
-layer holds some of its columns, and one that shards holds a run of its elements, which is a few rectangles::
-
-    elements 3 to 12 of a 4 x 4 matrix        . . . a
-                                              b b b b
-                                              b b b b
-                                              c . . .
+Files know no more of a layout than that. A stage holds a whole parameter or nothing of it, a tensor-parallel rank holds
+some columns, and a rank of a shard group holds a run of elements (:mod:`smp_strategy.model.shard_layout`).
 """
 
 import math
@@ -16,24 +11,31 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from smp_strategy.model.shard_layout import Rectangle
+
 __all__ = ["HeldRectangle", "HeldTensor", "WholeObject"]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class HeldRectangle:
-    """A rectangle of a tensor."""
+    """Rectangle of a tensor in this rank's memory."""
 
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Begin in the whole tensor."""
     tensor: Tensor
-    """Its values: a view of this rank's memory, with the rectangle's shape. Reading a file writes them."""
+    """Values: a view of this rank's memory, with the rectangle's shape. Reading a file writes them."""
+
+    @property
+    def place(self) -> Rectangle:
+        """The rectangle of the whole tensor."""
+        return Rectangle(self.offsets, tuple(self.tensor.shape))
 
 
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeldTensor:
-    """A tensor by its whole shape, and the rectangles of it that this rank has, if any. They do not overlap."""
+    """Sharded tensor: its whole shape, and the rectangles of it that this rank holds, if any. They do not overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,19 +45,19 @@ class HeldTensor:
 
     @classmethod
     def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "HeldTensor":
-        """Of which this rank has everything."""
+        """A tensor that this rank holds as a whole."""
         blocks = (HeldRectangle((0,) * tensor.ndim, tensor),)
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, blocks=blocks, aliases=aliases)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class WholeObject:
-    """An object that is stored as one, a dict for instance, which would otherwise be taken for a part of the state."""
+    """Object that is stored as one, such as a dict that would otherwise be flattened as part of the state."""
 
     value: Any

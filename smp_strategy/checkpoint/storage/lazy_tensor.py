@@ -1,9 +1,9 @@
-"""A tensor of a checkpoint that is read when somebody uses it.
+"""Lazy tensor of a checkpoint: shape and dtype are known, values are read at the first use.
 
-What is loaded passes through hooks of the user, which look at names and shapes, drop entries or rename them, and now
-and then use values. So a directory is offered as what an ordinary file gives, a dict of tensors, but these have a shape
-and a type only. The first use reads the values; that one which most tensors meet, to be copied into a parameter, does
-not keep them, so that a model that is loaded tensor by tensor never needs the memory of two.
+A loaded state passes through the user's hooks, which look at names and shapes, drop or rename entries, and sometimes
+use values. So a folder is offered like an ordinary file, as a dict of tensors. The first use reads the values and keeps
+them. The most frequent use, ``copy_`` into a parameter, reads them without keeping them, so that loading a model tensor
+by tensor never needs memory for two.
 """
 
 from typing import Any, Protocol, final
@@ -17,7 +17,7 @@ from smp_strategy.checkpoint.storage.source import Source
 __all__ = ["Readable", "LazyStoredTensor"]
 
 _PROPERTIES: Any = Tensor
-# What is known without values.
+# Functions that need no values.
 _KNOWN = frozenset(
     {
         *(_PROPERTIES.shape.__get__, _PROPERTIES.dtype.__get__, _PROPERTIES.layout.__get__, _PROPERTIES.ndim.__get__),
@@ -29,51 +29,51 @@ _KNOWN = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
     }
 )
-# Of what there is in host memory.
+# Properties as those of a tensor in host memory; the subclass itself is on the meta device.
 _PLACE = {
     _PROPERTIES.device.__get__: torch.device("cpu"),
     _PROPERTIES.is_meta.__get__: False,
     _PROPERTIES.is_cpu.__get__: True,
     Tensor.get_device: -1,
 }
-# They give the tensor itself.
+# Functions that return the tensor itself, unread.
 _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 
 
 class Readable(Source, Protocol):
-    """A source that makes whole tensors."""
+    """Source that can read whole tensors."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor of its own, in host memory."""
+        """A tensor in its own host memory."""
 
 
 @final
 class LazyStoredTensor(Tensor):
-    """See the module docstring. Results of operations are ordinary tensors."""
+    """Tensor subclass whose values are in a checkpoint. Results of operations are ordinary tensors."""
 
     source: Readable
-    """Where it is."""
+    """Checkpoint that has the values."""
     stored_as: str
-    """Its name there."""
+    """Name of the tensor in ``source``."""
     _value: Tensor | None
 
     @staticmethod
     def of(source: Readable, name: str) -> "LazyStoredTensor":
-        """The tensor that ``source`` has under ``name``."""
+        """The tensor named ``name`` in ``source``."""
         described = source.tensors[name]
         tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(LazyStoredTensor)
         tensor.source, tensor.stored_as, tensor._value = source, name, None
         return tensor
 
     def value(self) -> Tensor:
-        """The ordinary tensor, which is kept: what is done to it is seen in later uses."""
+        """The ordinary tensor, which is kept: later uses see changes of it."""
         if self._value is None:
             self._value = self._fresh_value()
         return self._value
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody has had its values, and may have changed them."""
+        """Whether the values were handed out, and may have been changed."""
         return self._value is not None
 
     def _fresh_value(self) -> Tensor:

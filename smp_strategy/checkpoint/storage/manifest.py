@@ -1,14 +1,13 @@
-"""What a directory must consist of, byte by byte: the file ``manifest.json`` in it.
+"""Manifest of a checkpoint folder (``manifest.json``): the digests of all of its bytes.
 
-Every file is a row of *regions*: one of them is a tensor or a part of it, an object, or the whole of a file that is
-none of PyTorch's (``meta.pt``, ``.metadata``). A region has three stretches: what comes before the values, the values,
-and what comes behind; each of them is digested in pieces. So damage is found and named, a part of a tensor can be
-verified without the rest of it, and its values are found without taking the region apart. The manifest ends with its
-own digest.
+Every file is a sequence of *regions*. A region is a tensor or a part of it, an object, or a whole file that is none of
+PyTorch's (``meta.pt``, ``.metadata``). It has three stretches: the bytes before the values, the values, and the bytes
+behind; each of them is digested in pieces. So damage is found and named, a part of a tensor can be verified without the
+rest, and its values are found without parsing the region. The manifest ends with its own digest.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, final
@@ -21,7 +20,7 @@ __all__ = ["FILE_NAME", "Manifest", "Region", "is_plain_name"]
 FILE_NAME: Final = "manifest.json"
 FORMAT: Final = "smp_strategy sharded checkpoint"
 VERSION: Final = 1
-LARGEST_PIECE: Final = 2**30  # bytes: readers take memory for one
+LARGEST_PIECE: Final = 2**30  # bytes: readers allocate memory for one piece
 
 _END: Final = b',\n"digest": "'
 _LAST: Final = b'"}\n'
@@ -30,10 +29,10 @@ _LAST: Final = b'"}\n'
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A stretch of a file that has one thing."""
+    """Stretch of a file that has one tensor, object or file."""
 
     name: str
-    """Of the tensor, the object or the file."""
+    """Name of the tensor, object or file."""
     offset: int
     """Bytes before it in the file."""
     before: int
@@ -43,36 +42,42 @@ class Region:
     behind: int
     """Bytes behind the values."""
     digests: tuple[str, ...]
-    """Of the pieces of the three stretches, one after the other."""
+    """Digests of the pieces of the three stretches, one after the other."""
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.before + self.values + self.behind
 
     def pieces(self, piece: int = PIECE) -> list[tuple[int, int]]:
-        """Where they begin and end in the file, in the order of the digests."""
+        """Begin and end of each piece in the file, in the order of the digests."""
         found, start = [], self.offset
         for length in (self.before, self.values, self.behind):
             found += [(start + begin, start + end) for begin, end in pieces_of(length, piece)]
             start += length
         return found
 
+    def changed(self, read: Callable[[int, int], bytes | memoryview], piece: int = PIECE) -> Iterator[tuple[int, int]]:
+        """Begin and end of each piece that differs from its digest; ``read`` gives the bytes between two offsets."""
+        for (start, stop), expected in zip(self.pieces(piece), self.digests, strict=True):
+            if digest(read(start, stop)) != expected:
+                yield start, stop
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """See the module docstring."""
+    """Digests and note of a checkpoint folder."""
 
     note: Mapping[str, Any]
-    """What the writer has to tell: of its layout, the step."""
+    """Description by the writer: layout, step."""
     files: Mapping[str, tuple[Region, ...]]
-    """The regions of each file, which has nothing besides."""
+    """Regions of each file, without gaps."""
     piece: int = PIECE
-    """Bytes."""
+    """Bytes that have one digest."""
 
     def to_bytes(self) -> bytes:
-        """As a file."""
+        """Content of the manifest file."""
         files = {
             name: [[each.name, each.before, each.values, each.behind, "".join(each.digests)] for each in regions]
             for name, regions in self.files.items()
@@ -83,7 +88,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """From a file.
+        """Parse the content of a manifest file.
 
         Raises:
             CheckpointError: it is damaged, or of a later version.
@@ -128,7 +133,7 @@ def _regions(file: str, rows: list[list[Any]]) -> tuple[Region, ...]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it is the name of a file in a directory, and no way out of that."""
+    """Whether ``name`` is the name of a file in a folder, and not a path out of it."""
     return (
         isinstance(name, str) and name not in ("", ".", "..") and PurePosixPath(name).name == name and "\0" not in name
     )

@@ -1,8 +1,8 @@
-"""What a file or a folder is, as far as checkpoints are concerned, and whether a folder is that and nothing else.
+"""Recognises checkpoint formats, and folders that are wholly a checkpoint and may be replaced.
 
-The first question is asked by whatever reads, verifies or recommends a checkpoint, so that all of them agree. The
-second one is asked before a folder is replaced: what is in it goes, so nothing may be in it that a checkpoint does not
-have. Both look at names and first bytes only; nothing is loaded.
+Reading, verifying and recommending checkpoints all use :func:`kind_of`, so that they agree. Before a folder is
+replaced, :func:`reason_to_keep` makes sure that it has no files that a checkpoint does not have, since they would be
+deleted. Both look at names and first bytes only; nothing is loaded.
 """
 
 import enum
@@ -29,12 +29,12 @@ __all__ = [
     "unreadable",
 ]
 
-# In a folder of Accelerate's, what ranks have written together.
+# Sharded folder in a folder of Accelerate's.
 SHARDED_STATE: Final = "sharded_state"
 
 
 class CheckpointKind(enum.Enum):
-    """Kinds of checkpoints, and what is often taken for one. The values are for people."""
+    """Kinds of checkpoints, and of files that are often taken for one. The values are for people."""
 
     TORCH_FILE = "PyTorch file"
     SAFETENSORS = "safetensors file"
@@ -63,20 +63,20 @@ _REMEDIES: Final = {
     CheckpointKind.EMPTY: "It may be left of a save that was interrupted: give another one",
 }
 
-# What can be read.
+# Kinds that can be read.
 CHECKPOINTS: Final = tuple(
     kind for kind in CheckpointKind if kind not in _REMEDIES and kind is not CheckpointKind.OTHER
 )
 _NUMBERED: Final = r"(-\d{5}-of-\d{5}|_\d+)?"
 _WEIGHTS: Final = rf"(model|pytorch_model){_NUMBERED}\.(safetensors|bin)(\.index\.json)?"
-# What comes with weights of Hugging Face; not what people write themselves (README.md, train.py).
+# Files that Hugging Face puts beside weights; none that people write themselves (README.md, train.py).
 _BESIDE_WEIGHTS: Final = (
     r"config\.json|generation_config\.json|.*tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|(pre|video_pre)?processor_config\.json|chat_template\.(json|jinja)|"
     r"spiece\.model|sentencepiece.*\.model|.*\.tiktoken|.*\.bpe\.codes|"
     r"(modeling|configuration|tokenization|image_processing|processing|feature_extraction)_\w+\.py"
 )
-# By kind, what such a folder has; a folder of another kind is never replaced.
+# Files of a folder by its kind; a folder of another kind is never replaced.
 _PARTS: Final = {
     CheckpointKind.SHARDED: r"\.metadata|.*__\d+_\d+\.distcp|meta\.pt",
     CheckpointKind.WEIGHTS: rf"{_WEIGHTS}|{_BESIDE_WEIGHTS}",
@@ -86,7 +86,7 @@ _PARTS: Final = {
     ),
     CheckpointKind.SAGEMAKER: r"(model|optimizer)(_\d+){1,3}\.pt|user_content\.pt|fp32_states(_\d+){1,3}\.pt",
 }
-# Files that systems put anywhere: of NFS for what is deleted and still open, and of a file manager.
+# Files of nobody: NFS's for deleted files that are still open, and a file manager's.
 _NOBODYS: Final = r"\.nfs[0-9a-f]+|\.DS_Store"
 _DEEPSPEED: Final = (
     r"zero_to_fp32\.py|mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
@@ -97,12 +97,13 @@ _MOST_NAMED: Final = 5
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """What ``path`` is, which must be there; links are followed."""
+    """The kind of ``path``, which must exist; links are followed."""
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
 def unreadable(path: Path, kind: CheckpointKind) -> str | None:
-    """Why it cannot be read as a checkpoint, and what to do; ``None``: it can, or its kind is not known."""
+    """The reason why a kind cannot be read as a checkpoint, with a remedy; ``None``: it can, or the kind is not
+    known."""
     if kind not in _REMEDIES:
         return None
     article = "is" if kind is CheckpointKind.EMPTY else "is a"
@@ -110,7 +111,7 @@ def unreadable(path: Path, kind: CheckpointKind) -> str | None:
 
 
 def foreign_entries(folder: Path) -> list[str]:
-    """What is in a folder beside a checkpoint; everything, if it has none that may be replaced."""
+    """Entries of a folder that are no part of a checkpoint; all of them, if it has none that may be replaced."""
     names = [name for name in _entries(folder) if not re.fullmatch(_NOBODYS, name)]
     listed, is_ours = _listed(folder)
     kind = _kind_of_folder(folder)
@@ -130,13 +131,14 @@ def foreign_entries(folder: Path) -> list[str]:
 
 
 def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
-    """Why something that is there must not be replaced by a checkpoint; ``None``: it may be.
+    """The reason why a checkpoint must not replace ``target``; ``None``: it may.
 
-    A link may: what it leads to stays. So may a file, as it is named. Of a folder everything would go.
+    A link may be replaced, since its target stays, and a file, since it is named. A folder would go with all that is in
+    it.
 
     Args:
-        target: what may be there.
-        is_kept: whether an entry of it, which no checkpoint has, is in the new one as well.
+        target: Path that may exist.
+        is_kept: Whether an entry that no checkpoint has is in the new folder as well.
     """
     if target.is_symlink() or not target.is_dir():
         return None
@@ -161,7 +163,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether it has digests of ours, damaged ones included; other programs write files of that name, too."""
+    """Whether a folder has digests of ours, damaged ones included; other programs write files of that name, too."""
     is_there = (folder / MANIFEST).is_file()
     return is_there and (_kind_of_folder(folder) is not CheckpointKind.WEIGHTS or _listed(folder)[1])
 
@@ -171,7 +173,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _listed(folder: Path) -> tuple[set[str], bool]:
-    """The files that a manifest of ours names, and whether there is one of ours."""
+    """File names in a manifest of ours, and whether there is a manifest of ours."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -233,7 +235,8 @@ def _kind_of_file(file: Path) -> CheckpointKind:
 
 
 def _kind_of_archive(file: Path, start: bytes, size: int) -> CheckpointKind:
-    """Of a damaged one the directory, which is at its end, may be lacking: its first record or our digests tell."""
+    """Kind of a zip archive. A damaged one may lack its table, which is at the end: then its first record or our
+    digests tell."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}

@@ -1,4 +1,4 @@
-"""What ranks that write together tell each other, and how all of them learn that one has failed."""
+"""Collectives of ranks that write a checkpoint together; an error of one rank becomes an error of all."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, final
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 @final
 class StorageRanks:
-    """Ranks that call the same methods in the same order.
+    """Group of ranks that call the same methods in the same order.
 
     Args:
-        group: of the backend gloo; ``None``: this process alone.
+        group: Process group of the backend gloo; ``None``: this process alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -29,7 +29,8 @@ class StorageRanks:
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
 
     def any_later(self, here: bool) -> Callable[[], bool]:
-        """Ask whether it is so on any rank; what is returned waits for the answer."""
+        """Begin an all-reduce of ``here``; the returned function waits for it and tells whether it is true on any
+        rank."""
         if self._group is None:
             return lambda: here
         flag = torch.tensor(int(here))
@@ -42,13 +43,14 @@ class StorageRanks:
         return answer
 
     def from_all(self, value: T) -> list[T]:
-        """The value of each rank, on all of them."""
+        """All-gather of objects."""
         if self._group is None:
             return [value]
         return collectives.gather_objects(value, "what ranks write", self._group)
 
     def first_does(self, what: Callable[[], T], failure: str) -> T:
-        """Call ``what`` on the first rank; all get its result, or a CheckpointError that begins with ``failure``."""
+        """Call ``what`` on the first rank and broadcast its result, or a CheckpointError that begins with
+        ``failure``."""
         found, error = _outcome(what, self.rank == 0)
         if self._group is None:
             message = self._message(error)
@@ -60,7 +62,7 @@ class StorageRanks:
         return found
 
     def all_do(self, what: Callable[[], T], failure: str) -> list[T]:
-        """Call ``what`` on all ranks; the first gets the results, the others their own.
+        """Call ``what`` on all ranks and gather the results on the first; other ranks get their own.
 
         If a rank fails, all of them get a CheckpointError that begins with ``failure`` and names it.
         """

@@ -1,7 +1,7 @@
-"""Reading a directory that several ranks have written: ours, or any that PyTorch's distributed checkpointing writes.
+"""Reader of sharded checkpoints: ours, or any that PyTorch's distributed checkpointing (DCP) writes.
 
-Each rank reads what it needs. A directory of ours has a manifest: then all bytes that are read are verified, and values
-are found without taking files apart. Another one is read by ``torch.load(..., weights_only=True)``, item by item.
+Each rank reads the rectangles that it needs. A folder of ours has a manifest: all bytes that are read are verified, and
+values are found without parsing files. Other folders are read by ``torch.load(..., weights_only=True)``, item by item.
 """
 
 import io
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
@@ -34,16 +33,16 @@ __all__ = ["CheckpointReader", "is_sharded"]
 
 @final
 class CheckpointReader:
-    """A directory, opened to be read; see :meth:`open`."""
+    """Sharded folder, opened for reading by :meth:`open`."""
 
     note: Mapping[str, Any]
-    """What the writer has told of it; empty, if another program was that."""
+    """The writer's description; empty if another program has written the folder."""
     tensors: Mapping[str, LocalTensorInfo]
     """All tensors, by their flat names."""
     objects: Collection[str]
-    """The flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
+    """Flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
     paths: Mapping[str, Way]
-    """The way to each in the nested state. Where the writer has told none, it is the flat name."""
+    """Path to each in the nested state; the flat name where the writer has stored no path."""
 
     def __init__(self, directory: Path, found: Opened) -> None:
         self._directory, self._contents, self._manifest, self._regions = directory, *found
@@ -57,7 +56,7 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, path: Path | str) -> "CheckpointReader":
-        """Read what is in a directory, but no values.
+        """Open a folder; no values are read.
 
         Raises:
             CheckpointError: it is none, damaged, or hostile.
@@ -67,10 +66,11 @@ class CheckpointReader:
             return cls(path, opened(path))
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
-        """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
+        """Copy the values of tensors to this rank's rectangles. Reads and verifies the needed bytes only.
 
         Args:
-            wanted: by flat names. Blocks may be on any device, and of another floating-point dtype than in the file.
+            wanted: Tensors by flat names. Rectangles may be on any device, and of another floating-point dtype than in
+                the file.
 
         Raises:
             CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
@@ -96,7 +96,7 @@ class CheckpointReader:
                     scatter(values, chunk.part.sizes, described.dtype, copies, scratch)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as a whole, in host memory.
+        """A whole tensor, in host memory.
 
         Raises:
             CheckpointError: see :meth:`fill`.
@@ -104,7 +104,7 @@ class CheckpointReader:
         if name not in self._contents.tensors:
             raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
         described, chunks = self._contents.tensors[name]
-        # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
+        # Before allocating: a hostile shape can be anything, but stored parts were compared with the sizes of files.
         check_cover(name, HeldTensor.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
         tensor = torch.empty(described.shape, dtype=described.dtype)
         self.fill({name: HeldTensor.whole(tensor)})
@@ -128,10 +128,10 @@ class CheckpointReader:
         return found
 
     def rest(self, *, weights_only: bool = True) -> dict[str, Any]:
-        """What else belongs to the checkpoint; empty, if there is nothing.
+        """Content of ``meta.pt``: everything but tensors and objects; empty if there is no such file.
 
         Args:
-            weights_only: see ``torch.load``. Without it a file can run code: only for files that one trusts.
+            weights_only: See ``torch.load``. Without it a file can run code: only for files that one trusts.
 
         Raises:
             CheckpointError: it is damaged, or cannot be loaded.
@@ -147,7 +147,7 @@ class CheckpointReader:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except DamageError as error:
             raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
-        except Exception as error:  # what torch.load raises depends on where it stumbles
+        except Exception as error:  # torch.load raises any exception on damaged bytes
             raise CheckpointError(
                 f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it."
             ) from error
@@ -157,7 +157,7 @@ class CheckpointReader:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tensors that are stored once, and the first name of each."""
+        """Further names of tied tensors, which are stored once, with the first name of each."""
         first: dict[tuple[Chunk, ...], str] = {}
         found = {}
         for name in self.tensors:
@@ -168,11 +168,11 @@ class CheckpointReader:
 
     @property
     def has_digests(self) -> bool:
-        """Whether what is read is verified."""
+        """Whether reads are verified."""
         return self._manifest is not None
 
     def place(self, name: str) -> str:
-        """The files that have a tensor or an object, for people."""
+        """Names of the files that have a tensor or an object, for people."""
         if name in self._lists:
             return ", ".join(dict.fromkeys(self.place(part) for part in self._lists[name]))
         if name in self._contents.objects:
@@ -211,29 +211,31 @@ class CheckpointReader:
             files.read_into(place.file, place.offset, memoryview(data))
         else:
             assert self._manifest is not None
-            piece = self._manifest.piece
-            for (start, stop), expected in zip(region.pieces(piece), region.digests, strict=True):
+
+            def read(start: int, stop: int) -> memoryview:
                 memory = memoryview(data)[start - place.offset : stop - place.offset]
                 files.read_into(place.file, start, memory)
-                if digest(memory) != expected:
-                    raise DamageError(
-                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
-                    )
+                return memory
+
+            if any(region.changed(read, self._manifest.piece)):
+                raise DamageError(
+                    f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
+                )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # what torch.load raises depends on where it stumbles
+        except Exception as error:  # torch.load raises any exception on damaged bytes
             raise CheckpointError(f"`{name}` in {self._directory / place.file} {load_failure(error)}") from error
 
 
 @final
 class _Loaded:
-    """The values of a tensor in memory."""
+    """Values of a tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes = raw(in_host_memory(tensor))
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """See :class:`~smp_strategy.checkpoint.storage.reshard.Values`."""
+        """Implements :class:`~smp_strategy.checkpoint.storage.reshard.Values`."""
         memory[:] = self._bytes[start : start + len(memory)]
 
 
@@ -242,12 +244,13 @@ def _offering_another(directory: Path) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
-        # All ranks may be here: nobody reads the other one as a whole.
+        # All ranks may be here, so none reads a whole other checkpoint to verify it.
         raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
 
 
 def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:
-    """Lists with other things than tensors in them: by their names, the parts, and where these are inside."""
+    """Lists with other things than tensors in them: by their names, the stored parts and the place of each in the
+    list."""
     found: dict[str, dict[str, Way]] = defaultdict(dict)
     for name in (*contents.objects, *contents.tensors):
         path = contents.paths.get(name, ())
@@ -262,7 +265,7 @@ def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:
 
 
 def _assembled(leaves: Mapping[Way, Any]) -> Any:
-    """The list, dict or leaf of which these are the parts."""
+    """The list, dict or leaf that the parts make up."""
     if list(leaves) == [()]:
         return leaves[()]
     inside: dict[str | int, dict[Way, Any]] = defaultdict(dict)

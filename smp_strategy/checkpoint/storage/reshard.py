@@ -1,7 +1,7 @@
-"""From stored parts of a tensor to the rectangles that a rank wants, which were cut in another way.
+"""Resharding on load: copies stored rectangles of a tensor to the rectangles that this rank holds.
 
-Where what they share is in a row both in the file and in memory, bytes go from the one to the other. Otherwise some
-rows of the stored part are read at a time, and what is wanted of them is copied.
+If their intersection is contiguous both in the file and in memory, the bytes are read in place. Otherwise rows of the
+stored rectangle are read into a window, and the wanted elements are copied from there.
 """
 
 import io
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out, disjoint, shared
 from smp_strategy.checkpoint.storage.staging import raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice
 from smp_strategy.distributed.device import is_host
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle, disjoint, intersection
 
 __all__ = ["Copy", "Values", "check_cover", "copies_of", "scatter", "tensor_in"]
 
@@ -28,47 +28,46 @@ WINDOW: Final = 32 * 2**20  # bytes
 
 
 class Values(Protocol):
-    """The bytes of a row-major array."""
+    """Bytes of a row-major array."""
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill ``memory`` with those from ``start`` on."""
+        """Fill ``memory`` with the bytes from ``start`` on."""
 
 
 @final
 class Copy:
-    """What a stored part and a wanted rectangle share."""
+    """Copy of the intersection of a stored and a wanted rectangle."""
 
     def __init__(self, chunk: Chunk, block: HeldRectangle, common: Rectangle) -> None:
-        place = Rectangle(block.offsets, tuple(block.tensor.shape))
-        self.target = cut_out(block.tensor.detach(), place, common)
+        self.target = common.view_of(block.tensor.detach(), block.place)
         offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
         self.inside = Rectangle(offsets, common.sizes)
-        """Where it is in the stored part."""
+        """The intersection as a rectangle of the stored part."""
 
 
 def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Copy]]]:
-    """What is to be copied from each stored part that has anything of what is wanted."""
+    """The copies from each stored part that intersects the wanted rectangles."""
     found = []
     for chunk in chunks:
         copies = []
         for block in held.blocks:
-            common = shared(chunk.part, Rectangle(block.offsets, tuple(block.tensor.shape)))
+            common = intersection(chunk.part, block.place)
             if common is not None and common.numel:
                 copies.append(Copy(chunk, block, common))
-        if copies or not chunk.part.numel:  # an empty tensor can be damaged, too
+        if copies or not chunk.part.numel:  # read it anyway: its item can be damaged
             found.append((chunk, copies))
     return found
 
 
 def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
-    """Make sure that the stored parts have all elements that are wanted.
+    """Make sure that the stored parts cover all wanted elements.
 
     Raises:
         CheckpointError: they do not.
     """
     for block in held.blocks:
-        place = Rectangle(block.offsets, tuple(block.tensor.shape))
-        parts = [common for chunk in chunks if (common := shared(chunk.part, place)) is not None]
+        place = block.place
+        parts = [common for chunk in chunks if (common := intersection(chunk.part, place)) is not None]
         there = sum(part.numel for part in parts)
         if there > place.numel:
             there = sum(part.numel for part in disjoint(parts))
@@ -80,20 +79,20 @@ def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
 
 
 def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Sequence[Copy], scratch: Tensor) -> None:
-    """Copy from a stored part.
+    """Copy from one stored part.
 
     Args:
-        values: of the part, as they are stored.
-        sizes: of the part.
-        dtype: of its elements.
-        copies: what is wanted of it.
-        scratch: bytes for ``WINDOW`` of it.
+        values: Bytes of the part, as stored.
+        sizes: Sizes of the part.
+        dtype: Dtype of its elements.
+        copies: Copies to make.
+        scratch: Memory for ``WINDOW`` bytes.
     """
     row = math.prod(sizes[1:]) * dtype.itemsize
     for copy in copies:
         run, target = copy.inside.run_in(sizes), copy.target
         if run is not None and target.dtype == dtype and is_host(target.device) and target.is_contiguous():
-            values.read_into(run[0] * dtype.itemsize, raw(target))
+            values.read_into(run.start * dtype.itemsize, raw(target))
             continue
         if not sizes:
             values.read_into(0, raw(scratch[: dtype.itemsize]))
@@ -102,7 +101,7 @@ def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Se
         step, start = max(1, WINDOW // row), copy.inside.offsets[0]
         for first in range(0, copy.inside.sizes[0], step):
             count = min(step, copy.inside.sizes[0] - first)
-            if count * row > scratch.nbytes:  # a row that is longer than the window
+            if count * row > scratch.nbytes:  # a row longer than the window
                 scratch = torch.from_numpy(np.empty(count * row, dtype=np.uint8))
             window = scratch[: count * row]
             values.read_into((start + first) * row, raw(window))
@@ -113,7 +112,7 @@ def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Se
 
 
 def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
-    """The stored part of a directory that has no manifest, as a tensor.
+    """A stored part of a folder without a manifest, as a tensor.
 
     Raises:
         DamageError: it is damaged, or none.
@@ -125,7 +124,7 @@ def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
         )
     except DamageError:
         raise
-    except Exception as error:  # what torch.load raises depends on where it stumbles
+    except Exception as error:  # torch.load raises any exception on damaged bytes
         raise DamageError(
             f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` in it {load_failure(error)}"
         ) from error

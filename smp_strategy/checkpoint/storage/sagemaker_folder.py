@@ -1,6 +1,6 @@
-"""A folder of checkpoints that have tags, as SageMaker's library lays it out: what is where, which one is the newest.
+"""Folder of tagged checkpoints, in the layout of SageMaker's library.
 
-``newest`` is a file with the tag of the one that was written last. It is written when that is complete, so it names a
+The file ``newest`` has the tag of the checkpoint written last. It is written after that is complete, so it names a
 complete one at any time, and that one is never deleted.
 """
 
@@ -16,22 +16,22 @@ __all__ = ["TaggedFolder"]
 _NEWEST: Final = "newest"
 _PARTIAL: Final = "_partial"
 _CONTENT: Final = "user_content_"
-_LONGEST: Final = 150  # characters; names of files have 255 bytes, some of which are needed for what is around a tag
+_LONGEST: Final = 150  # bytes, of 255 of a file name: prefix and suffix need the rest
 
 
 @final
 class TaggedFolder:
-    """One checkpoint in such a folder.
+    """Paths of one tagged checkpoint.
 
     Args:
-        folder: need not be there to be written to.
-        tag: of the checkpoint.
+        folder: Folder of the checkpoints; need not exist to be written to.
+        tag: Tag of the checkpoint.
 
     Attributes:
-        tag: as given.
-        partial: where its directory is.
-        full: where its file is.
-        content: where what the user adds to the file is.
+        tag: As given.
+        partial: Path of the sharded directory.
+        full: Path of the full file.
+        content: Path of the user's additions to the full file.
 
     Raises:
         ConfigError: the tag cannot be the name of a file, or would be taken for something else.
@@ -47,12 +47,12 @@ class TaggedFolder:
 
     @classmethod
     def to_read(cls, folder: Path, tag: str | None, *, partial: bool) -> "TaggedFolder":
-        """An existing one.
+        """An existing checkpoint.
 
         Args:
-            folder: has it.
-            tag: ``None``: the newest.
-            partial: which form is to be read.
+            folder: Folder of the checkpoints.
+            tag: Tag; ``None``: the newest.
+            partial: Whether the sharded form is read.
 
         Raises:
             CheckpointError: there is none.
@@ -80,14 +80,14 @@ class TaggedFolder:
             )
 
     def announce(self) -> None:
-        """This one is complete, and the newest from now on."""
+        """Mark this checkpoint, which is complete, as the newest."""
         with commit.replacing(self._folder / _NEWEST, is_folder=False) as staging:
             staging.write_text(self.tag, encoding="utf-8")
 
     def delete_oldest(self, limit: int) -> list[Path]:
-        """Delete partial checkpoints until there are ``limit``, this one not; returns what was deleted.
+        """Delete old partial checkpoints until there are ``limit``, never this one; returns the deleted paths.
 
-        A folder that has anything else in it than a checkpoint is not counted, and stays.
+        A folder that has files other than those of a checkpoint is not counted, and stays.
         """
         found = [each for each in _partial_ones(self._folder) if each != self.partial]
         others = [each for each in found if not foreign_entries(each)]
@@ -100,7 +100,7 @@ class TaggedFolder:
 
 
 def _partial_ones(folder: Path) -> list[Path]:
-    """The partial checkpoints in ``folder``, the oldest first."""
+    """The partial checkpoints in ``folder``, oldest first."""
     found = [
         (each.stat().st_mtime_ns, each.name, each)
         for each in folder.glob(f"*{_PARTIAL}")

@@ -1,4 +1,4 @@
-"""Where tensors and objects come from, to whoever takes them: a directory, or a state that is in memory as a whole."""
+"""Interface of states to load from: a sharded folder, or a state dict in memory."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
@@ -11,15 +11,15 @@ __all__ = ["TensorInfo", "Source"]
 
 
 class TensorInfo(Protocol):
-    """A tensor without its values."""
+    """Metadata of a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Dtype of its elements."""
 
 
 class Source(Protocol):
@@ -27,17 +27,17 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors that there are."""
+        """Metadata of all tensors."""
 
     @property
     def objects(self) -> Collection[str]:
-        """The names of everything else."""
+        """Names of everything else."""
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
-        """Write the values of tensors to the blocks of this rank.
+        """Copy the values of tensors to this rank's rectangles.
 
         Raises:
-            CheckpointError: a value cannot be had, or its shape is another one.
+            CheckpointError: a value cannot be read, or its shape is another one.
         """
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:

@@ -1,18 +1,19 @@
-"""Copies in host memory of what is to be written, in memory that is used again and again.
+"""Staging buffers: host memory into which tensors are copied before a thread writes them to disk.
 
-Memory that a process gets for the first time is filled with zeros by the system first, page by page, which takes longer
-than copying; so it is kept from one save to the next.
+The system fills fresh memory with zeros, page by page, which takes longer than the copy itself; so buffers are kept
+from one save to the next.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.device import is_host, wait_for_all
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.host_copies import HostCopies
 
 __all__ = ["StagingBuffers", "in_host_memory", "raw"]
 
@@ -21,10 +22,10 @@ _ALIGNMENT: Final = 64  # bytes
 
 @final
 class StagingBuffers:
-    """Memory for copies of tensors of given shapes.
+    """Host memory for copies of tensors of given shapes.
 
     Args:
-        like: tensors of these shapes and dtypes. Where they are on an accelerator, the memory is pinned, if it can be.
+        like: Tensors of these shapes and dtypes. If one is on an accelerator, the memory is page-locked where possible.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -32,14 +33,16 @@ class StagingBuffers:
         for tensor in like:
             starts.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = _memory(size, is_pinned=any(not is_host(tensor.device) for tensor in like))
+        self._links: dict[torch.device, HostCopies] = {}
+        self._connect(like)
+        memory = _memory(size, self._links)
         self._copies = [
             torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, like, strict=True)
         ]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is memory for such tensors."""
+        """Whether ``tensors`` have the shapes and dtypes of these buffers."""
         return len(tensors) == len(self._copies) and all(
             copy.shape == tensor.shape and copy.dtype == tensor.dtype
             for copy, tensor in zip(self._copies, tensors, strict=True)
@@ -47,34 +50,39 @@ class StagingBuffers:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the values of tensors; they may be changed afterwards."""
-        devices = set()
+        """Copy the values of tensors, and wait for the copies; the tensors may be changed afterwards."""
+        self._connect(tensors)
+        under_way = []
         # torch's own copy reads what it overwrites, the C library's does not; but torch's may use several threads.
         alone = torch.get_num_threads() == 1
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if alone and _is_plain(tensor):
                 ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             else:
-                copy.copy_(tensor, non_blocking=True)
-                devices.add(tensor.device)
-        for device in devices:
-            wait_for_all(device)
+                link = self._links[tensor.device]
+                under_way.append(link.store(tensor, copy, after=[link.now()]))
+        for copied in under_way:
+            copied.synchronize()
         return self._copies
+
+    def _connect(self, tensors: Sequence[Tensor]) -> None:
+        for device in {tensor.device for tensor in tensors} - self._links.keys():
+            self._links[device] = HostCopies(device)
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself where its values are in a row in host memory, or a copy."""
+    """The tensor itself if it is contiguous in host memory, else a copy that is."""
     tensor = tensor.detach()
     return tensor if _is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
+    """The bytes of a tensor that is contiguous in host memory, to be read or written."""
     if not tensor.nbytes:
         return memoryview(b"")
-    # By its address: a tensor whose memory numpy has seen cannot let go of it any more, which shards do.
+    # By address: a storage that numpy has seen cannot be resized to 0 any more, which shards need.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # lives as long as its memory is looked at
+    array.tensor = tensor  # keeps the memory alive as long as the view
     return memoryview(array).cast("B")
 
 
@@ -82,10 +90,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_host(tensor.device) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _memory(size: int, *, is_pinned: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    if is_pinned:
+def _memory(size: int, links: Mapping[torch.device, HostCopies]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    accelerator = next((link for device, link in links.items() if not is_host(device)), None)
+    if accelerator is not None:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        except RuntimeError:  # there is not so much of it; the copy takes longer then
+            return accelerator.memory(size).numpy()
+        except RuntimeError:  # not so much memory can be page-locked; the copy takes longer then
             pass
     return np.empty(size, dtype=np.uint8)

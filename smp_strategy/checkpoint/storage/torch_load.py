@@ -1,17 +1,12 @@
-"""Which types a checkpoint may name, beyond tensors and the plain types that PyTorch allows in any case.
+"""Safe ``torch.load``: no code of a file is run, a few more plain types are allowed, and errors are clear.
 
-``torch.load(..., weights_only=True)`` makes no object of a class that is not on its list, so that a hostile file cannot
-run code. What people keep in hyper-parameters is not on it, though harmless: OmegaConf's containers, which every
-Hydra application has, paths, spans of time. They are values and run nothing when they are made.
+``torch.load(..., weights_only=True)`` makes objects of the classes on its list only, so that a hostile file cannot run
+code. Some harmless types of hyper-parameters are not on it: OmegaConf's containers, which every Hydra application has,
+paths, spans of time. They are values and run nothing when they are made, so they are added
+(:func:`allowing_plain_values`).
 
-What users want to have in a checkpoint beside tensors, if it is of types that a file can be trusted with.
-
-Files are read without running anything that stands in them, so objects of other classes would be written and never
-read again. They are found before anything is written.
-
-Loading what ``torch.save`` has written, whoever did: values are read when they are used, and errors are clear.
-
-Nothing that a file names is run, unless its reader asks for that.
+Objects of other classes would be written and never read again, so :func:`check_content` refuses them before they are
+written. :func:`load_file` maps a file of ``torch.save``, by any program; its values are read when they are used.
 """
 
 import collections
@@ -36,7 +31,7 @@ from smp_strategy.errors import CheckpointError, ConfigError, DamagedError
 
 __all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file"]
 
-# How PyTorch says which class or function it was.
+# PyTorch's messages that name the class or function.
 _NAMED = (
     re.compile(r"GLOBAL (\S+)"),
     re.compile(r"but got <(?:class|function) '?([\w.]+)"),
@@ -47,12 +42,13 @@ _NODES = ("AnyNode", "StringNode", "PathNode", "IntegerNode", "BytesNode", "Floa
 
 
 def allowing_plain_values() -> AbstractContextManager[Any]:
-    """In here ``torch.load(..., weights_only=True)`` makes them, too."""
+    """Context in which ``torch.load(..., weights_only=True)`` makes OmegaConf's containers, paths and spans of time,
+    too."""
     return torch.serialization.safe_globals(_types())
 
 
 def load_failure(error: Exception) -> str:
-    """Why ``torch.load`` has not loaded a file: which class or function it names, if that is why."""
+    """The reason why ``torch.load`` failed, with the class or function that the file names, if that is the reason."""
     if not isinstance(error, pickle.UnpicklingError):
         return f"cannot be loaded: {type(error).__name__}: {error}".strip().partition("\n")[0]
     told = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
@@ -60,7 +56,7 @@ def load_failure(error: Exception) -> str:
         if found := pattern.search(told):
             named = found[1].rstrip(".,:")
             return f"cannot be loaded without running code: it names `{named}`, which is no type of plain values."
-    # Behind the explanation of `weights_only`, which is none of this.
+    # Skip the explanation of `weights_only`; the reason comes behind it.
     reasons = [line.strip() for line in told.splitlines() if line.strip() and "weights_only" not in line]
     reason = (reasons or [told])[0].rstrip(".")
     return f"cannot be loaded without running code, or is damaged: {reason}."
@@ -70,16 +66,16 @@ def load_failure(error: Exception) -> str:
 def _types() -> list[Any]:
     plain: list[Any] = [dict, list, tuple, set, frozenset, int, float, str, bool, collections.defaultdict]
     plain += [datetime.timedelta, datetime.datetime, datetime.date, datetime.timezone]
-    # Newer Pythons have them in a module of their own, and files come from others.
+    # Python 3.13 has them in `pathlib._local`, and files come from any version.
     plain += [pathlib.PosixPath, pathlib.PurePosixPath]
     plain += [(pathlib.PosixPath, "pathlib.PosixPath"), (pathlib.PosixPath, "pathlib._local.PosixPath")]
-    # How OmegaConf notes types of elements.
+    # OmegaConf stores element types under these names.
     aliases = [(getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Tuple", "Union")]
     return [*plain, *aliases, *_of_omegaconf()]
 
 
 def _of_omegaconf() -> list[Any]:
-    # By name: what a file holds must not decide about what the package imports.
+    # Imported by name, as omegaconf is optional here and is a framework that only integrations import.
     try:
         omegaconf, base, nodes = map(import_module, ("omegaconf", "omegaconf.base", "omegaconf.nodes"))
     except ImportError:
@@ -102,11 +98,11 @@ _REMEDY: Final = "Give its state instead, for example `scheduler.state_dict()` o
 
 
 def check_content(value: Any, name: str) -> None:
-    """Refuse what would not be read again.
+    """Refuse a value that could not be read again.
 
     Args:
-        value: to be written.
-        name: what it is called, for messages.
+        value: Value to be written.
+        name: Its name, for messages.
 
     Raises:
         ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings,
@@ -124,7 +120,7 @@ def check_content(value: Any, name: str) -> None:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Everything that is no container, containers of other classes too, and where it is."""
+    """All leaves with their paths; a container of another class is a leaf."""
     if isinstance(value, Mapping) and type(value) in _MAPPINGS:
         for key, item in value.items():
             yield from _leaves(key, f"{path}: key {key!r}")
@@ -137,11 +133,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_file(path: Path, *, weights_only: bool) -> Any:
-    """What a file has, in host memory.
+    """Load a file into host memory.
 
     Args:
-        path: of the file.
-        weights_only: see ``torch.load``.
+        path: Path of the file.
+        weights_only: See ``torch.load``.
 
     Raises:
         CheckpointError: it cannot be loaded without running code.
@@ -164,7 +160,7 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
                 "allow its classes, if you know them, by `torch.serialization.add_safe_globals`."
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
-            raise  # of a class of the user
+            raise  # by a class of the user
         raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
 
 

@@ -1,4 +1,4 @@
-"""Reading stretches of files in a directory, and believing them only if they have their digests."""
+"""Verified reads: bytes of a checkpoint folder are compared with their digests as they are read."""
 
 import io
 import os
@@ -14,12 +14,12 @@ __all__ = ["DamageError", "FileSlice", "Files", "RegionReader"]
 
 
 class DamageError(CheckpointError):
-    """A checkpoint is not what was written: another one may be."""
+    """A checkpoint has changed since it was written; another one may be intact."""
 
 
 @final
 class Files:
-    """The files of a directory, opened when they are needed, to be used in a ``with`` statement."""
+    """Files of a folder, opened on demand; a context manager that closes them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -36,7 +36,7 @@ class Files:
         self._open.clear()
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Number of bytes of a file."""
         return os.fstat(self._number(file)).st_size
 
     def read_into(self, file: str, offset: int, memory: memoryview) -> None:
@@ -69,14 +69,14 @@ class Files:
 
 @final
 class RegionReader:
-    """Reads values of one region; what is asked for is verified, once, and what stands around the values as well.
+    """Reader of the values of one region. Verifies each piece once, and the bytes around the values at the beginning.
 
     Args:
-        files: the directory.
-        file: which has the region.
-        region: from the manifest.
-        piece: bytes that have one digest.
-        scratch: memory for at least one piece.
+        files: Files of the folder.
+        file: Name of the file that has the region.
+        region: Region, from the manifest.
+        piece: Bytes that have one digest.
+        scratch: Memory for at least one piece.
     """
 
     def __init__(self, files: Files, file: str, region: Region, piece: int, scratch: memoryview) -> None:
@@ -129,22 +129,22 @@ class RegionReader:
 
 @final
 class FileSlice(io.RawIOBase):
-    """A stretch of a file, as a file."""
+    """Stretch of a file as a file object of its own."""
 
     def __init__(self, files: Files, file: str, offset: int, length: int) -> None:
         self._files, self._file, self._offset, self._length = files, file, offset, length
         self._position = 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def readinto(self, buffer: "memoryview | bytearray") -> int:  # type: ignore[override]
-        """See :class:`io.RawIOBase`."""
+        """Implements :class:`io.RawIOBase`."""
         memory = memoryview(buffer).cast("B")
         memory = memory[: max(0, self._length - self._position)]
         self._files.read_into(self._file, self._offset + self._position, memory)
@@ -152,11 +152,11 @@ class FileSlice(io.RawIOBase):
         return len(memory)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See :class:`io.RawIOBase`."""
+        """Implements :class:`io.RawIOBase`."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def tell(self) -> int:
-        """See :class:`io.RawIOBase`."""
+        """Implements :class:`io.RawIOBase`."""
         return self._position

@@ -1,4 +1,4 @@
-"""Looking over a checkpoint of either form as a whole: what has changed since it was written, or that it is none."""
+"""Full verification of a checkpoint of any form: its damage, or the reason why it is no checkpoint."""
 
 from pathlib import Path
 
@@ -21,10 +21,11 @@ def has_digests(path: Path) -> bool:
 
 
 def problems_of(path: Path | str) -> list[Damage]:
-    """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
+    """Read all of a checkpoint and compare it with its digests.
 
-    Or of a folder of other files with a manifest (:mod:`~smp_strategy.checkpoint.storage.folder_digests`), and
-    directories in it. Of what other programs wrote there are none: then it is opened at least.
+    Takes a full file, a sharded folder, or a folder of other files with a manifest
+    (:mod:`~smp_strategy.checkpoint.storage.folder_digests`) with the folders in it. A checkpoint of another program has
+    no digests: it is opened at least.
 
     Raises:
         FileNotFoundError: there is nothing.

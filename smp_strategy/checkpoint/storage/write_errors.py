@@ -1,6 +1,6 @@
-"""What is said when a checkpoint cannot be written: its path, why, and what there still is.
+"""Error messages of failed saves: the path, the reason, and that older checkpoints are untouched.
 
-Errors of the system tell none of that where a disk is full, and libraries that write files make others of them.
+Errors of the system tell none of that where a disk is full, and libraries that write files turn them into others.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ BEFORE: Final = "checkpoints that were there before are untouched."
 
 @contextmanager
 def saving(target: Path) -> Iterator[None]:
-    """An error of the disk in here is one of writing ``target``; others are what they are.
+    """Context in which an error of the disk becomes an error of saving ``target``; others stay as they are.
 
     Raises:
-        CheckpointError: in their place.
+        CheckpointError: in place of an error of the disk.
     """
     try:
         yield

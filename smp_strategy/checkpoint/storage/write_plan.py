@@ -1,7 +1,7 @@
-"""Who writes what: of each element that several ranks have, one, so that all have about as much to write.
+"""Write plan of a sharded save: each element is written by one rank, and bytes are balanced over ranks.
 
-Every rank says what it has; all of them find the same plan from that. Rectangles of different ranks may overlap in any
-way: where they do, one of them is divided.
+Ranks gather their offers, and all of them compute the same plan. Rectangles of different ranks may overlap in any way;
+overlapping ones are divided.
 """
 
 import math
@@ -12,15 +12,15 @@ from typing import NamedTuple, final
 import torch
 
 from smp_strategy.checkpoint.storage.dcp_format import FlatState, Path
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, disjoint
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle, disjoint
 
 __all__ = ["Assigned", "LocalTensorInfo", "Offer", "WritePlan", "assign"]
 
 
 class LocalTensorInfo(NamedTuple):
-    """A tensor without its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class LocalTensorInfo(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Offer:
-    """What a rank has."""
+    """Tensors and objects that a rank holds."""
 
     tensors: Mapping[str, tuple[LocalTensorInfo, tuple[Rectangle, ...]]]
     objects: tuple[str, ...]
@@ -38,11 +38,11 @@ class Offer:
 
     @classmethod
     def of(cls, state: FlatState) -> "Offer":
-        """Of a state."""
+        """The offer of a state."""
         tensors = {
             name: (
                 LocalTensorInfo(held.shape, held.dtype),
-                tuple([Rectangle(block.offsets, block.tensor.shape) for block in held.blocks]),
+                tuple([block.place for block in held.blocks]),
             )
             for name, held in state.tensors.items()
         }
@@ -50,30 +50,30 @@ class Offer:
 
 
 class Assigned(NamedTuple):
-    """A part of a tensor that a rank writes."""
+    """Rectangle of a tensor that a rank writes."""
 
     name: str
     part: Rectangle
     block: Rectangle
-    """The rectangle of the rank that it is in."""
+    """The rank's rectangle that contains it."""
 
 
 @final
 @dataclass(frozen=True)
 class WritePlan:
-    """Who writes what, and what there will be."""
+    """Assignment of rectangles and objects to ranks, and the content of the resulting folder."""
 
     shares: Sequence[Sequence[Assigned]]
-    """Of each rank."""
+    """Rectangles that each rank writes."""
     objects: Sequence[Sequence[str]]
-    """Those that each rank writes."""
+    """Objects that each rank writes."""
     tensors: Mapping[str, LocalTensorInfo]
     paths: Mapping[str, Path]
     aliases: Mapping[str, tuple[str, ...]]
 
 
 def assign(offers: Sequence[Offer]) -> WritePlan:
-    """The plan for ranks that have what they say.
+    """The plan for the offers of all ranks.
 
     Raises:
         CheckpointError: ranks have the same name for different things, or nobody has some elements of a tensor.
@@ -116,7 +116,7 @@ def assign(offers: Sequence[Offer]) -> WritePlan:
 def _parts(
     name: str, described: LocalTensorInfo, holders: Mapping[Rectangle, list[int]]
 ) -> list[tuple[Rectangle, Rectangle]]:
-    """Rectangles that make up the tensor, each with the one of some rank that it is in."""
+    """Disjoint rectangles that make up the tensor, each with the rectangle of some rank that contains it."""
     numel = math.prod(described.shape)
     parts = disjoint(each for each in holders if each.numel or not numel)
     there = sum(part.numel for part in parts)

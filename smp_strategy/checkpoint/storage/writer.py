@@ -1,8 +1,9 @@
-"""Writing a state that is spread over ranks, as a directory: each rank writes its share to a file of its own.
+"""Writer of sharded checkpoints: each rank writes its share to a file of its own.
 
-A save has two halves. In the first, ranks make sure that they still have what they had, take copies of what they will
-write, and training goes on. In the second, which any thread may do, they write, tell the first rank what they have
-written where, and it adds what describes the whole and lets the directory appear. If one of them fails, it does not.
+[Note: two halves of a save] In the first half, ranks check that they still hold what they held at the last save, copy
+their shares to host memory, and training continues. The second half, which may run in any thread, writes the files and
+tells the first rank the places of all items; the first rank adds the descriptions and commits the folder. If a rank
+fails, the folder does not appear.
 """
 
 import io
@@ -24,11 +25,11 @@ from smp_strategy.checkpoint.storage.disk import to_disk
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.ranks import StorageRanks
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out
 from smp_strategy.checkpoint.storage.staging import StagingBuffers, in_host_memory, raw
 from smp_strategy.checkpoint.storage.write_errors import BEFORE
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
 
@@ -36,20 +37,20 @@ REST: Final = "meta.pt"
 
 
 class _Written(NamedTuple):
-    """An item in a rank's file."""
+    """Item in a rank's file."""
 
     part: Rectangle | None
-    """Of a tensor; ``None`` for an object."""
+    """Rectangle of a tensor; ``None`` for an object."""
     region: Region
 
 
 @final
 class ShardedWriter:
-    """Writes states of the same layout again and again.
+    """Writer for many saves of the same layout; keeps the plan and the staging buffers.
 
     Args:
-        group: gives the ranks that write together: of the backend gloo, used by nothing else, so that a thread may use
-            it. ``None``: this process writes alone.
+        group: Makes the process group of the ranks that write together: of the backend gloo, used by nothing else, so
+            that a thread may use it. ``None``: this process writes alone.
     """
 
     def __init__(self, group: Callable[[], dist.ProcessGroup] | None = None) -> None:
@@ -61,13 +62,13 @@ class ShardedWriter:
         self._envelopes = Envelopes()
 
     def prepare(self, state: Mapping[str, Any], *, copy: bool = True) -> "Prepared":
-        """Settle who writes what, and copy what this rank writes to host memory. Collective.
+        """Make the write plan, and copy this rank's share to host memory. Collective.
 
         Args:
-            state: nested dicts with :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor` or tensors, and
-                other objects, which must be what ``torch.load(..., weights_only=True)`` loads. Keys are strings. What
-                several ranks have is written once; of an object, the value of the first of them.
-            copy: whether the state may be changed before it is written.
+            state: Nested dicts with :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor` or tensors, and
+                other objects, which must be what ``torch.load(..., weights_only=True)`` loads. Keys are strings.
+                Elements that several ranks hold are written once; of an object, the value of the first of them.
+            copy: Whether the state may be changed before it is written.
 
         Raises:
             CheckpointError: on all ranks; there are elements that nobody has, or two things of one name.
@@ -82,7 +83,7 @@ class ShardedWriter:
         offer, plan = Offer.of(flat), self._plan
         is_new = plan is None or bool(failure) or offer != self._offer
         is_new_anywhere = self._ranks.any_later(is_new)
-        # Most likely nobody has other things than last time: copies are made while the ranks agree on that.
+        # Usually no rank's offer has changed: copies are made while the ranks agree on that.
         prepared = None if is_new or plan is None else self._take(flat, plan, copy)
         if is_new_anywhere():
             if prepared is not None:
@@ -105,7 +106,7 @@ class ShardedWriter:
         prepared = Prepared(self, self._ranks, plan)
         try:
             tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
-            # Now, since they may change when training goes on.
+            # Serialised now, since training may change them.
             names = plan.objects[self._ranks.rank]
             prepared.objects = {name: object_item(flat.objects[name]) for name in names}
             if copy:
@@ -114,39 +115,39 @@ class ShardedWriter:
                     copies = StagingBuffers(tensors)
                 prepared.copies, tensors = copies, copies.take(tensors)
             prepared.tensors = tensors
-        except Exception as error:  # the other ranks go on to write, and hear of it there
+        except Exception as error:  # raised in `write`: raised here, it would leave the other ranks waiting
             prepared.failure = error
         return prepared
 
 
 def _view(flat: FlatState, item: Assigned) -> Tensor:
-    """The memory of this rank that has a part."""
+    """View of this rank's memory that is the rectangle to write."""
     held = flat.tensors[item.name]
     block, blocks = held.blocks[0], held.blocks
     if len(blocks) > 1:
-        block = next(each for each in blocks if (each.offsets, tuple(each.tensor.shape)) == item.block)
+        block = next(each for each in blocks if each.place == item.block)
     assert block.tensor.dtype == held.dtype
     tensor = block.tensor.detach()
-    return tensor if item.part == item.block else cut_out(tensor, item.block, item.part)
+    return item.part.view_of(tensor, item.block)
 
 
 @final
 class Prepared:
-    """A state that can be written; made by :meth:`ShardedWriter.prepare`."""
+    """State ready to be written; made by :meth:`ShardedWriter.prepare`."""
 
     def __init__(self, writer: ShardedWriter, ranks: StorageRanks, plan: WritePlan) -> None:
         self._writer, self._ranks, self._plan = writer, ranks, plan
         self.tensors: list[Tensor] = []
-        """What this rank writes."""
+        """Tensors that this rank writes."""
         self.objects: dict[str, bytes] = {}
-        """The same of objects, in the form in which they are written."""
+        """Objects that this rank writes, as DCP items."""
         self.copies: StagingBuffers | None = None
-        """The memory of the tensors, if it is not that of the model."""
+        """Staging buffers that have the tensors; ``None``: they are views of the model's memory."""
         self.failure: Exception | None = None
-        """Why this rank cannot write."""
+        """Error of this rank in the first half."""
 
     def let_go(self) -> None:
-        """Give the memory back, for the next ones; this one cannot be written any more."""
+        """Return the staging buffers for the next save; this one cannot be written any more."""
         if self.copies is not None:
             self._writer._spare = self.copies
         self.tensors, self.copies = [], None
@@ -159,18 +160,18 @@ class Prepared:
         note: Mapping[str, Any] | None = None,
         check: commit.Check = check_replaceable,
     ) -> None:
-        """Write the directory ``target``, which is complete and on the disk when this returns. Collective.
+        """Write the folder ``target``, which is complete and synced to disk when this returns. Collective.
 
         It may run in a thread, on every rank; the next :meth:`ShardedWriter.prepare` must wait for it.
 
         Args:
-            target: the directory; one that is there is replaced.
-            rest: what else belongs to the checkpoint, for its ``meta.pt``. Of the first rank. Must stay as it is.
-            note: what the directory should tell of itself, as JSON has it. Of the first rank.
-            check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`. Of the first rank.
+            target: Path of the folder; an existing one is replaced.
+            rest: Other content of the checkpoint, for ``meta.pt``; of the first rank. Must not be changed meanwhile.
+            note: Description of the checkpoint, as JSON has it; of the first rank.
+            check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`; of the first rank.
 
         Raises:
-            CheckpointError: on all ranks, if one could not write. What was there before is still there.
+            CheckpointError: on all ranks, if one could not write. The previous folder is still there.
         """
         ranks, failure = self._ranks, f"{target} was not saved; {BEFORE}"
 
@@ -216,6 +217,7 @@ class Prepared:
                 size = (staging / _file_of(rank)).stat().st_size
                 if size != sum(region.length for region in regions):
                     raise CheckpointError(f"{_file_of(rank)} has {size} bytes only, as rank 0 sees it.")
+        # The manifest comes last, with the digests of all other files.
         files[dcp_metadata.FILE_NAME] = _write_whole(
             staging / dcp_metadata.FILE_NAME, lambda file: file.write(dcp_metadata.to_bytes(self._contents(written)))
         )
@@ -241,7 +243,7 @@ class Prepared:
 
 
 def _write_whole(path: Path, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
-    """A file that is one region."""
+    """Write a file that is one region."""
     with _created(path) as raw_file:
         file = DigestingFile(raw_file)
         write(file)

@@ -1,4 +1,4 @@
-"""What the commands share: opening, refusing to overwrite, progress, and remarks."""
+"""Shared parts of the commands: checks of the output path, progress bar, messages."""
 
 import filecmp
 import os
@@ -21,10 +21,10 @@ __all__ = ["check_output", "num_entries", "show_progress", "tell"]
 
 
 def check_output(given: Namespace) -> tuple[Path, Check]:
-    """Where the result goes, and what is to be asked again before it goes there, hours later maybe.
+    """Path of the output, and the check to repeat just before it is replaced, maybe hours later.
 
     Raises:
-        CheckpointError: there is something already that is not to be replaced, or it would replace what is read.
+        CheckpointError: an existing path must not be replaced, or is part of the input.
     """
     source, target, hugging_face = Path(given.checkpoint), Path(given.out), getattr(given, "hf", None)
 
@@ -48,7 +48,7 @@ def _check_there(target: Path, source: Path, hugging_face: str | None, *, overwr
 
 
 def _is_part(target: Path, source: Path) -> bool:
-    """Whether it is one of the files of the checkpoint that is read."""
+    """Whether ``target`` is one of the files of the checkpoint that is read."""
     if source not in target.parents:
         return False
     first = target.relative_to(source).parts[0]
@@ -56,7 +56,7 @@ def _is_part(target: Path, source: Path) -> bool:
 
 
 def _comes_again(file: Path, hugging_face: str | None) -> bool:
-    """Whether a file is the same in the directory from which all files but weights are copied."""
+    """Whether ``file`` is equal in the folder from which all files but weights are copied."""
     if hugging_face is None or not is_copied(file.name):
         return False
     again = Path(hugging_face, file.name)
@@ -64,13 +64,13 @@ def _comes_again(file: Path, hugging_face: str | None) -> bool:
 
 
 def num_entries(contents: CheckpointContents) -> int:
-    """What there is to write of weights and optimizers, by name."""
+    """Number of weights and optimizer entries to write."""
     return len(contents.weights) + sum(len(optimizer.state) for optimizer in contents.optimizers)
 
 
 @contextmanager
 def show_progress(total: int, *, is_quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal; the function in here is told the name of each of the ``total`` things when it is done."""
+    """Progress bar on a terminal; call the yielded function with the name of each of the ``total`` entries."""
     if is_quiet or not sys.stderr.isatty():
         yield lambda name: None
         return
@@ -81,6 +81,6 @@ def show_progress(total: int, *, is_quiet: bool) -> Iterator[Callable[[str], Non
 
 
 def tell(lines: Sequence[str]) -> None:
-    """What the user should know, beside what was asked for."""
+    """Print messages to stderr, beside the output that was asked for."""
     for line in lines:
         print(printable(line, lines=False), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``smp export``."""
+"""The command ``smp export``."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 
 def run(given: Namespace) -> int:
-    """Carry out the command; returns its exit status."""
+    """Run the command; returns its exit status."""
     (target, check), dtype = check_output(given), _dtype(given.dtype)
     contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
     is_all = given.hf is None and given.form != "safetensors"

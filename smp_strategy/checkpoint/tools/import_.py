@@ -1,4 +1,4 @@
-"""``smp import``."""
+"""The command ``smp import``."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -13,10 +13,10 @@ __all__ = ["run"]
 
 
 def run(given: Namespace) -> int:
-    """Carry out the command; returns its exit status."""
+    """Run the command; returns its exit status."""
     target, check = check_output(given)
     like = {} if given.like is None else open_checkpoint(Path(given.like)).weight_tensors()
-    # Of the same model it may be a checkpoint with or without the prefix.
+    # `--like` may be a checkpoint with or without the prefix.
     shapes = {name: tensor.shape for name, tensor in like.items()}
     shapes |= {name.removeprefix(given.prefix): shape for name, shape in shapes.items()}
     contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights, like=shapes or None)

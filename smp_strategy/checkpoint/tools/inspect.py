@@ -1,4 +1,4 @@
-"""``smp inspect``."""
+"""The command ``smp inspect``."""
 
 import json
 from argparse import Namespace
@@ -17,11 +17,11 @@ from smp_strategy.errors import printable
 
 __all__ = ["run"]
 
-_WIDTH = 1000  # names are not cut; tables are as wide as they must be
+_WIDTH = 1000  # names are not truncated
 
 
 def run(given: Namespace) -> int:
-    """Carry out the command; returns its exit status."""
+    """Run the command; returns its exit status."""
     path = Path(given.checkpoint)
     contents = open_checkpoint(path, weights_at=given.weights, verify=False)
     found = summary(contents, path)

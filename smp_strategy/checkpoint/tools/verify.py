@@ -1,4 +1,4 @@
-"""``smp verify``."""
+"""The command ``smp verify``."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -16,13 +16,13 @@ from smp_strategy.errors import CheckpointError, printable
 __all__ = ["VERDICTS", "run", "verdict"]
 
 VERDICTS: Final = ("intact", "damaged", "unknown")
-"""By exit status."""
+"""Names of the verdicts, by exit status."""
 _INTACT, _DAMAGED, _UNKNOWN = range(3)
 _MOST: Final = 5
 
 
 def run(given: Namespace) -> int:
-    """Carry out the command; returns its exit status."""
+    """Run the command; returns its exit status."""
     statuses = set()
     for name in given.checkpoints:
         status, problems = verdict(Path(name))
@@ -33,7 +33,7 @@ def run(given: Namespace) -> int:
 
 
 def said(path: Path, status: int, problems: list[str]) -> str:
-    """What is wrong, in one line, and what to load instead of a damaged one."""
+    """The problems in one line, and what to load instead of a damaged checkpoint."""
     if not problems:
         return ""
     more = [show_count(len(problems) - _MOST, "more problem")] if len(problems) > _MOST else []
@@ -42,7 +42,7 @@ def said(path: Path, status: int, problems: list[str]) -> str:
 
 
 def verdict(path: Path) -> tuple[int, list[str]]:
-    """Whether a checkpoint is as it was written: an index of :data:`VERDICTS`, and what is wrong."""
+    """Index of :data:`VERDICTS` for a checkpoint, and its problems."""
     try:
         place = located(path)
         kind = kind_of(place)

@@ -14,6 +14,7 @@ from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.surveys import run_alone
 from smp_strategy.pipeline.transport import Transport
 
 __all__ = ["Views"]
@@ -67,7 +68,7 @@ class Views:
                 if isinstance(view, FullParameters):
                     with view.shown():
                         return hook()
-                return runtime.run_alone(lambda _: view.run(hook), view.generators)
+                return run_alone(runtime, lambda _: view.run(hook), view.generators)
         finally:
             self._view = None
 

@@ -75,7 +75,7 @@ def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
 
     Collective.
     """
-    state = engine.full_state_dict()
+    state = engine.saved.full_state_dict()
     if not path:
         return state if isinstance(state, OrderedDict) else OrderedDict(state)
     start = f"{path}."
@@ -112,7 +112,7 @@ def load_model(
     if engine is None:
         module.load_state_dict(state, strict=strict)
     else:
-        engine.load_state_dict(state, strict)
+        engine.saved.load_state_dict(state, strict)
     return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
 
 

@@ -17,12 +17,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.distributed.device import generator_of
+from smp_strategy.distributed.rng_state import capture, generators_of, restore
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.model.trace.undo_attributes import attributes_restored
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_restored
 
 __all__ = ["Methods"]
@@ -84,17 +84,16 @@ class Methods:
     @contextmanager
     def _probing(self, method: Callable[..., Any]) -> Iterator[None]:
         """Where a method is left, nothing of what it has done remains."""
-        generators = [generator_of(each) for each in (torch.device("cpu"), self._engine.device)]
-        states = [each.get_state() for each in generators]
+        generators = generators_of(self._engine.device)
+        state = capture(generators, python=False, numpy=False)
         self._is_probing = True
         with ExitStack() as stack:
-            stack.enter_context(attributes_restored(self._model.modules()))
+            stack.enter_context(Snapshot(modules=self._model.modules()))
             stack.enter_context(variables_restored(self._model.modules(), method))
             try:
                 yield
             except _StepNeededError:
-                for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
+                restore(state, generators)
                 raise
             except BaseException:
                 stack.pop_all()

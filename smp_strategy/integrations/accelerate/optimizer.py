@@ -61,7 +61,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             engine.reduce_gradients()
             if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
                 self.scaler.unscale_(self.optimizer)
-        in_sight = engine.run_hook if engine.divides_updates else None
+        in_sight = engine.run_hook if engine.inspection.divides_updates else None
         with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
             engine.begin_update(self.optimizer)
             returned = super().step(closure)
@@ -103,14 +103,14 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not self.smp.has_engine:
             return super().state_dict()
         meet("optimizer.state_dict")
-        return on_every_rank(self.smp.engine.full_optimizer_state(self.optimizer))
+        return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of the state of one process."""
         if not self.smp.has_engine:
             super().load_state_dict(state_dict)
         else:
-            self.smp.engine.load_optimizer_state(self.optimizer, state_dict)
+            self.smp.engine.saved.load_optimizer_state(self.optimizer, state_dict)
 
 
 def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:

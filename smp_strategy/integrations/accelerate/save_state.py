@@ -160,7 +160,7 @@ class StateFolderHooks(SavingHooks):
         if self._smp_writer is None or self._smp_writer[0] is not engine:
             self._smp_writer = engine, ShardedWriter(engine.mesh.saving_group)
         with self._smp_aside():
-            state = engine.held_state(unwrapped(self._smp_trained()))
+            state = engine.saved.held_state(unwrapped(self._smp_trained()))
             prepared = self._smp_writer[1].prepare(state, copy=save.is_later)
         save.do(partial(prepared.write, save.folder / folders.SHARDED, note=self._smp_note()))
 
@@ -169,7 +169,7 @@ class StateFolderHooks(SavingHooks):
         return [each for each in self._optimizers if self._smp_engine_of(each) is not None]
 
     def _smp_note(self) -> dict[str, Any]:
-        steps = self.smp.engine.state_dict()["num_steps"] if self.smp.has_engine else 0
+        steps = self.smp.engine.saved.state_dict()["num_steps"] if self.smp.has_engine else 0
         return {"layout": self.smp.shape.degrees, "global_step": steps}
 
     def _smp_describe(self, staging: Path) -> None:
@@ -249,13 +249,13 @@ class StateFolderHooks(SavingHooks):
         for number, model in enumerate(models):
             if stored is not None and self._smp_place(model) is not None:
                 with self._smp_aside():
-                    self.smp.engine.load_stored(stored, strict=strict)
+                    self.smp.engine.saved.load_stored(stored, strict=strict)
             else:
                 self.load_model_state_dict(model, state_files.weights(folder, number), strict=strict)
         trained = [] if stored is None else self._smp_trained()
         for number, each in enumerate(unwrapped(trained)):
             assert stored is not None
-            self.smp.engine.load_stored_optimizer(stored, number, each)
+            self.smp.engine.saved.load_stored_optimizer(stored, number, each)
         for number, optimizer in enumerate(self._optimizers):
             if optimizer in trained:
                 continue

@@ -129,7 +129,7 @@ class SavingHooks(HookBase):
         """
         meet("accelerator.get_optimizer_state_dict")
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
-        return bare.state_dict() if engine is None else self._smp_for_writers(engine.full_optimizer_state(bare))
+        return bare.state_dict() if engine is None else self._smp_for_writers(engine.saved.full_optimizer_state(bare))
 
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
@@ -165,7 +165,7 @@ class SavingHooks(HookBase):
         if engine is None:
             bare.load_state_dict(state)
         else:
-            engine.load_optimizer_state(bare, state)
+            engine.saved.load_optimizer_state(bare, state)
 
     def get_own_state(self) -> dict[str, Any]:
         """What a file of ours has: where random streams are. Collective."""
@@ -175,7 +175,7 @@ class SavingHooks(HookBase):
         """For each data rank what Accelerate's file has, and the content of ours. Collective."""
         states, others = random_states.gathered(self.smp, self.step)
         own = {
-            "engine": self.smp.engine.state_dict() if self.smp.has_engine else None,
+            "engine": self.smp.engine.saved.state_dict() if self.smp.has_engine else None,
             "loaders": random_states.of_loaders(self._dataloaders),
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
@@ -185,7 +185,7 @@ class SavingHooks(HookBase):
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the random streams of another run; those of single ranks under the same layout only."""
         if self.smp.has_engine and state["engine"] is not None:
-            self.smp.engine.load_state(state["engine"])
+            self.smp.engine.saved.load_state(state["engine"])
         random_states.set_loaders(self._dataloaders, state["loaders"])
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
             random_states.set_states(state["random_states"][self.smp.rank])

@@ -69,15 +69,15 @@ class CheckpointHooks(ResumeHooks):
         self._refuse_alone()
         meet("trainer.save_checkpoint")
         if self._is_sharded:
-            return _with_all_names(self.engine.held_state(())["state_dict"])
-        return _described_elsewhere(self.engine.full_state_dict())
+            return _with_all_names(self.engine.saved.held_state(())["state_dict"])
+        return _described_elsewhere(self.engine.saved.full_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """All of the optimizer's state: as one process has it, or what this rank holds of it. Collective."""
         if self._is_sharded:
-            state: dict[str, Any] = self.engine.held_state((unwrap(optimizer),))["optimizer_0"]
+            state: dict[str, Any] = self.engine.saved.held_state((unwrap(optimizer),))["optimizer_0"]
             return state
-        return _described_elsewhere(self.engine.full_optimizer_state(unwrap(optimizer)))
+        return _described_elsewhere(self.engine.saved.full_optimizer_state(unwrap(optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
@@ -222,9 +222,9 @@ class CheckpointHooks(ResumeHooks):
         is_unread = any(isinstance(value, LazyStoredTensor) for value in checkpoint["state_dict"].values())
         lacks_values = any(parameter.is_meta for parameter in module.parameters())
         if engine is not None and is_unread and (engine.is_spread or lacks_values):
-            engine.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
+            engine.saved.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
         elif engine is not None:
-            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+            engine.saved.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
@@ -242,9 +242,9 @@ class CheckpointHooks(ResumeHooks):
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
-                self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
+                self.engine.saved.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
-                self.engine.load_optimizer_state(unwrap(optimizer), state)
+                self.engine.saved.load_optimizer_state(unwrap(optimizer), state)
         self._load_own_state(checkpoint)
 
     # Where

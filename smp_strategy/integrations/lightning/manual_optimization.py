@@ -160,7 +160,7 @@ class ManualOptimization:
                     "`step` of a bare optimizer (`use_pl_optimizer=False`) while losses are scaled for float16: its "
                     "gradients would be too large. Call `step` of what `self.optimizers()` returns."
                 )
-            is_one_stage = self._engine.divides_updates and self._engine.mesh.pp == 1
+            is_one_stage = self._engine.inspection.divides_updates and self._engine.mesh.pp == 1
             around = hooks_around_step(optimizer, self._engine.run_hook if is_one_stage else None)
             with around, self._engine.views.put_aside():
                 self._engine.begin_update(optimizer)

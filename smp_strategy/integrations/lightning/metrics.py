@@ -64,7 +64,7 @@ class MetricUpdates:
         """Give the methods back. Collective, unless the run has ``failed``."""
         mesh = self._engine.mesh
         for metric in self._metrics:
-            stage = self._engine.stage_of(metric)
+            stage = self._engine.inspection.stage_of(metric)
             if stage is not None and not failed:
                 _share_sums(metric, stage, mesh)
             if metric.process_group is mesh.dp_group and metric.dist_sync_fn is None:
@@ -99,7 +99,11 @@ class MetricUpdates:
         @functools.wraps(compute)
         def run() -> Any:
             see_state(metric)
-            stage = None if self._engine.is_in_step or is_settling() else self._engine.stage_of(metric)
+            stage = (
+                None
+                if self._engine.inspection.is_in_step or is_settling()
+                else self._engine.inspection.stage_of(metric)
+            )
             if stage is not None:
                 _share_sums(metric, stage, self._engine.mesh)
             return compute()
@@ -138,7 +142,7 @@ def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
 
 def share_value(engine: Engine, metric: Metric, value: Any) -> Any:
     """The ``value`` that ``metric`` has on the stage that runs it; if only one does, collective over the stages."""
-    stage, mesh = engine.stage_of(metric), engine.mesh
+    stage, mesh = engine.inspection.stage_of(metric), engine.mesh
     if stage is None or mesh.pp == 1:
         return value
     told = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value) if mesh.stage == stage else None

@@ -45,7 +45,7 @@ def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any
 def _together(engine: Engine, optimizer: Optimizer, mode: str, method: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(method)
     def switch() -> Any:
-        if not has_to_switch(optimizer, mode) or not engine.divides_updates:
+        if not has_to_switch(optimizer, mode) or not engine.inspection.divides_updates:
             return method()
         meet(f"optimizer.{mode}")
         with engine.changing_weights(optimizer):

@@ -320,13 +320,13 @@ class ResumeHooks(CommunicationHooks):
 
     def _add_own_state(self, checkpoint: dict[str, Any]) -> None:
         """Add what plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = {**self.engine.state_dict(), "layout": self.engine.mesh.shape.degrees}
+        own: dict[str, Any] = {**self.engine.saved.state_dict(), "layout": self.engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
             own[KEY] = self._resumption.collected(self._trainer)
             if self._is_accumulating and self.config.state_dict_type == "sharded":
-                checkpoint[_GRADIENTS] = self.engine.held_state((), gradients=True).get(_GRADIENTS, {})
+                checkpoint[_GRADIENTS] = self.engine.saved.held_state((), gradients=True).get(_GRADIENTS, {})
             elif self._is_accumulating:
-                checkpoint[_GRADIENTS] = self.engine.full_gradients()
+                checkpoint[_GRADIENTS] = self.engine.saved.full_gradients()
         checkpoint[CHECKPOINT_KEY] = own
 
     def _load_own_state(self, checkpoint: Mapping[str, Any]) -> None:
@@ -334,18 +334,18 @@ class ResumeHooks(CommunicationHooks):
         own = checkpoint.get(CHECKPOINT_KEY)
         if own is None:
             return
-        self.engine.load_state(own)
+        self.engine.saved.load_state(own)
         if self._resumption is not None and KEY in own:
             self._resumption.read(own, self._trainer)
         if _GRADIENTS in checkpoint:
-            self.engine.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+            self.engine.saved.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
 
     def on_train_start(self) -> None:
         """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
         if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer, lambda: self.engine.load_gradients({}))
+            own = self._resumption.training_starts(self._trainer, lambda: self.engine.saved.load_gradients({}))
             if own is not None:
-                self.engine.load_state(dict(own))  # a trial of validation has counted its batches
+                self.engine.saved.load_state(dict(own))  # a trial of validation has counted its batches
 
     def on_train_end(self) -> None:
         """Lightning lets go of the data."""

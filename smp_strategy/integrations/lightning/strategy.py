@@ -149,7 +149,7 @@ class StrategyHooks(CheckpointHooks):
     @property
     def is_in_step(self) -> bool:
         """Whether the user's step runs just now."""
-        return self._engine is not None and self._engine.is_in_step
+        return self._engine is not None and self._engine.inspection.is_in_step
 
     @property
     def root_device(self) -> torch.device:
@@ -321,7 +321,7 @@ class StrategyHooks(CheckpointHooks):
 
         All ranks know it.
         """
-        return self.engine.explain()
+        return self.engine.inspection.explain()
 
     def timeline(self) -> Timeline:
         """When each stage did what in the latest training step, beside its timetable: ``print`` it, or ``save`` it.
@@ -332,14 +332,14 @@ class StrategyHooks(CheckpointHooks):
         Raises:
             SMPError: no training step has run after a timetable yet.
         """
-        return self.engine.timeline()
+        return self.engine.inspection.timeline()
 
     def memory_report(self) -> MemoryReport:
         """What each rank holds, counted, beside what was predicted: ``print`` it, or ``save`` it.
 
         Call it on all ranks between steps, in a hook or a callback: after a run the module is whole again.
         """
-        return self.engine.memory_report()
+        return self.engine.inspection.memory_report()
 
     def save_partition(self, path: str | Path) -> None:
         """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.
@@ -407,7 +407,7 @@ class StrategyHooks(CheckpointHooks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
-        in_sight = self.engine.run_hook if self.engine.divides_updates else None
+        in_sight = self.engine.run_hook if self.engine.inspection.divides_updates else None
         if self._manual is not None and self.engine.mesh.pp > 1:  # inside of a step, which is no place for a view
             in_sight = None
         with hooks_around_step(unwrap(optimizer), in_sight), self._in_step(), self.engine.views.put_aside():

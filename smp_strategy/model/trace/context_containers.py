@@ -1,11 +1,11 @@
-"""Containers around a call that it fills: the lists and dicts that context variables hold.
+"""Collectors: lists and dicts in context variables that units add to.
 
-Hugging Face models collect attention maps and router logits so: a context variable holds a dict of lists while the
-model runs, and hooks on parts of its blocks append to them. Only the stage that runs a block has what it appended, and
-the others must get it, too.
+Hugging Face models collect attention maps and router logits this way: a context variable holds a dict of lists while
+the model runs, and hooks on parts of its blocks append to them. Only the stage that runs a block has its additions, and
+the other stages need them, too.
 
-A call may append to such a list and set keys of such a dict, and of lists and dicts that stand in it. What it has added
-is taken out again and becomes a part of its result (:mod:`smp_strategy.model.trace.side_effects`).
+A call may append to such a list and set keys of such a dict, and of lists and dicts in it. Its additions are taken out
+again and become part of its result (:mod:`smp_strategy.model.trace.side_effects`).
 """
 
 import contextvars
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.undo_attributes import refill
+from smp_strategy.model.trace.snapshot import fill
 
 __all__ = ["additions", "collector_key", "collectors", "put_into_collectors"]
 
 Path = tuple[Any, ...]
-"""Name of a context variable; for a container in its dict followed by its key there."""
+"""Name of a context variable; for a container in its dict, also the key there."""
 
 _MISSING = object()
 _KINDS = (list, dict)
@@ -38,9 +38,9 @@ def collectors() -> list[tuple[Path, Any]]:
 
 
 def collector_key() -> tuple[Any, ...]:
-    """What of the collectors a call's result may depend on: which there are, and whether there is something in them.
+    """Part of a prediction's cache key: the present collectors, and whether they are empty.
 
-    Asked for at every call of a unit, so it neither sorts nor looks into empty ones.
+    Computed at every call of a unit, so it neither sorts nor looks into empty ones.
     """
     found: tuple[Any, ...] = ()
     for variable, value in contextvars.copy_context().items():
@@ -58,10 +58,10 @@ def _outline(container: Any) -> Any:
 
 @contextmanager
 def additions() -> Iterator[dict[Path, Any]]:
-    """Yields what is added to collectors in here, by their paths; afterwards they hold what they held before.
+    """Yield the additions to collectors in here, by path; afterwards the collectors are restored.
 
     Raises:
-        UnsupportedError: something is taken out of one, or one is not known by its path.
+        UnsupportedError: An item is removed from one, or its path is ambiguous.
     """
     before = [(path, container, container.copy()) for path, container in collectors()]
     added: dict[Path, Any] = {}
@@ -78,11 +78,11 @@ def additions() -> Iterator[dict[Path, Any]]:
                 added[path] = new
     finally:
         for _, container, contents in before:
-            refill(container, contents)
+            fill(container, contents)
 
 
 def put_into_collectors(added: Mapping[Path, Any]) -> None:
-    """Add what :func:`additions` has found, here or on another stage."""
+    """Add the result of :func:`additions`, from this or another stage."""
     present = dict(collectors())
     for path, new in added.items():
         if isinstance(new, dict):
@@ -92,7 +92,7 @@ def put_into_collectors(added: Mapping[Path, Any]) -> None:
 
 
 def _added(path: Path, container: Any, contents: Any) -> Any:
-    """What is in ``container`` and was not among its ``contents``."""
+    """Items of ``container`` that were not among its former ``contents``."""
     if isinstance(container, dict):
         is_kept = container.keys() >= contents.keys()
         new: Any = {key: item for key, item in container.items() if contents.get(key, _MISSING) is not item}

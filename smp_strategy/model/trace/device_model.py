@@ -1,9 +1,8 @@
-"""How long a device takes for what a call asks of it: a roofline.
+"""Roofline model of a device: seconds from FLOPs, bytes and kernel launches.
 
-A product of matrices is bound by arithmetic or by memory, whichever takes longer; every other kernel is bound by
-memory; and each kernel has to be started. The nominal figures are round ones of common hardware. They need not be
-those of the machine at hand: which stage gets which unit depends on ratios, and whoever wants seconds measures
-(``trace_execution_times``).
+A matrix product is bound by arithmetic or by memory, whichever takes longer; every other kernel is bound by memory; and
+each kernel has to be launched. The nominal figures are round ones of common hardware. They need not be those of the
+machine at hand: the partition depends on ratios, and ``trace_execution_times`` measures seconds.
 """
 
 from collections.abc import Sequence
@@ -17,33 +16,34 @@ __all__ = ["HostLink", "Machine", "modelled_work"]
 
 
 class HostLink(NamedTuple):
-    """The way from the device to host memory."""
+    """Link from the device to host memory."""
 
     bytes_per_second: float
-    """Each way."""
+    """Bandwidth in each direction."""
     is_beside: bool
-    """Whether the device computes meanwhile."""
+    """Whether copies overlap with computation."""
 
 
 class Machine(NamedTuple):
-    """A device and the ways to the next one and to the host."""
+    """A device and its links to the next one and to the host."""
 
     flops_per_second: float
-    """What products of large matrices reach."""
+    """Reached by products of large matrices."""
     bytes_per_second: float
-    """What kernels that only pass over memory reach."""
+    """Reached by memory-bound kernels."""
     call_seconds: float
-    """What the start of a kernel costs."""
+    """Cost of a kernel launch."""
     link: Link
+    """Link to the device of the next stage."""
     host: HostLink = HostLink(5e9, is_beside=False)
-    """Where offloaded activations go."""
+    """Link for offloaded activations."""
 
     @classmethod
     def nominal(cls, device_type: str) -> Self:
-        """Round figures for a kind of device, ``cpu`` or ``cuda``.
+        """Nominal figures for a kind of device, ``cpu`` or ``cuda``.
 
         Raises:
-            ConfigError: another kind.
+            ConfigError: Another kind.
         """
         if device_type not in ("cpu", "cuda"):
             raise ConfigError(f"A nominal machine is `cpu` or `cuda`, but this is {device_type!r}.")
@@ -58,11 +58,11 @@ class Machine(NamedTuple):
         return cls(6e10, 1e10, 2e-6, Link(1e-4, 1e9), HostLink(5e9, is_beside=False))
 
     def seconds(self, effort: Effort) -> float:
-        """How long ``effort`` takes."""
+        """Seconds that ``effort`` takes."""
         products = max(effort.flops / self.flops_per_second, effort.product_bytes / self.bytes_per_second)
         return products + effort.other_bytes / self.bytes_per_second + effort.kernels * self.call_seconds
 
 
 def modelled_work(events: Sequence[Event], machine: Machine) -> dict[int, Work]:
-    """What each event costs on ``machine``, by its position."""
+    """Seconds of each event on ``machine``, by its position."""
     return {position: Work(*map(machine.seconds, event.effort)) for position, event in enumerate(events)}

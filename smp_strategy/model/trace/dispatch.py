@@ -1,9 +1,4 @@
-"""What is watched, and answered, below autograd while a call runs dry.
-
-Some operations return what depends on values: how many entries are non-zero, which number a tensor holds. A dry run
-has no values. It can still assume one, and where several assumptions lead to the same result, the result does not
-depend on the value: a mixture of experts returns tokens of the same shape however they were routed.
-"""
+"""Dispatch mode of a dry run: counts kernels, notices random draws, answers value-dependent operations."""
 
 from typing import Any
 
@@ -21,18 +16,25 @@ __all__ = ["Meter", "draws"]
 
 _aten = torch.ops.aten
 
+# [Note: assumed values]
+# The results of some operations depend on values: the number of non-zero entries, the number in a tensor. A dry run has
+# no values. It then runs once per assumption, with every such count and number set to 1, to 3 and to 0. If the results
+# of all these runs agree, the result does not depend on values: a mixture of experts returns tokens of the same shape
+# however they were routed. If not, or if one run fails, the call is unpredictable, and its stage sends the real result.
+# A run under an assumption counts as random: another branch may draw, or return an input instead of a new tensor.
+
 
 class Meter(TorchDispatchMode):
-    """Lets kernels be counted and notices random operations.
+    """Observes the operations of a dry run.
 
     Args:
-        tally: counts kernels.
-        assumed: what a dry run takes a number or a count for that it cannot know; ``None``: it fails there.
-        unit: name of the unit that runs dry; it must not use what another unit has left somewhere.
+        tally: Counts kernels.
+        assumed: Answer for numbers and counts that depend on values, see [Note: assumed values]; ``None``: fail.
+        unit: Name of the running unit; it must not use tensors that another unit has left in an object.
 
     Attributes:
-        random: whether something has drawn random numbers.
-        written: storages that operations have written to (see
+        random: Whether an operation has drawn random numbers.
+        written: Storages that operations have written to (see
             :func:`~smp_strategy.model.trace.tensor_spec.storage_of`).
     """
 
@@ -77,7 +79,7 @@ class Meter(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the operation writes to."""
+    """Tensors that the operation writes to."""
     if not func._schema.is_mutable:
         return []
     parameters = func._schema.arguments
@@ -87,17 +89,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operation draws random numbers; attention is marked as if it did, with dropout or without."""
+    """Whether the operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     parameters = func._schema.arguments
     given = {**dict(zip([parameter.name for parameter in parameters], args, strict=False)), **kwargs}
+    # Attention has the tag even without dropout.
     rates = [given.get("dropout_p", each.default_value) for each in parameters if each.name == "dropout_p"]
     return rates != [0.0]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The shape of what torch's kernel returns. Its own dry run refuses float32, which the kernel itself accepts."""
+    """Result shape of ``aten._grouped_mm``, whose fake kernel refuses float32, which the real one accepts."""
     if a.ndim == b.ndim == 2:  # groups along the dim that is summed over
         assert offs is not None
         return a.new_empty((len(offs), a.size(0), b.size(1)), dtype=out_dtype or a.dtype)
@@ -106,7 +109,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = No
 
 
 def _assume(func: Any, args: Any, number: int) -> Any:
-    """The result of ``func`` if what it reads is ``number``; ``NotImplemented`` where that is not clear."""
+    """Result of ``func`` if every value it reads is ``number``; ``NotImplemented`` for other operations."""
     tensor = args[0]
     if func is _aten._local_scalar_dense.default:
         return _python_type(tensor.dtype)(number)
@@ -128,7 +131,7 @@ def _python_type(dtype: torch.dtype) -> type:
 
 
 def _without_masks(indices: Any, number: int) -> list[Tensor | None]:
-    """Indices in which each mask is replaced by ``number`` positions per dim that it covers."""
+    """Replace each mask among ``indices`` by ``number`` positions per dim that it covers."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -1,7 +1,7 @@
-"""The record of one microbatch's program: which calls it made, on which values, in which order.
+"""Execution trace of one microbatch's program: its calls in order, and the values that they take and return.
 
-Every pipeline rank executes the same program, so every rank writes the same record. It is plain data: the
-partitioner reads costs from it, the router finds out where each call runs, and the scheduler orders what follows.
+Every pipeline rank executes the same program, so every rank writes the same trace. It is plain data: the partitioner
+reads costs from it, the router the stage of each call, and the scheduler their order.
 
 A *value* is a tensor that depends on a unit, numbered in order of creation. An *event* is one call: of a unit, of a
 single operation of the glue, or a read of a value by Python code (``.item()``, ``if loss > x``); or it brings a
@@ -18,7 +18,7 @@ __all__ = ["Event", "Trace", "Value"]
 
 
 class Value(NamedTuple):
-    """A tensor that lives on one pipeline stage, as the other stages know it."""
+    """A tensor of one pipeline stage, as the other stages know it."""
 
     id: int
     """Number within the microbatch, in order of creation."""
@@ -30,27 +30,27 @@ class Event(NamedTuple):
     """One call of the program."""
 
     kind: Literal["unit", "op", "read", "given"]
-    """``given``: not a call, but a tensor that comes from outside of the program and is held by ``home`` already."""
+    """``given``: no call, but a tensor from outside of the program that the stages ``home`` hold already."""
     name: str
     """Qualified name of the unit, or name of the operation."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     effort: Efforts = Efforts()
-    """What it has a device do."""
+    """Kernel costs of its passes."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     home: tuple[int, ...] = ()
     """Stages that hold a ``given`` tensor."""
     kept: SavedBytes = SavedBytes()
-    """What autograd keeps, in detail, where that is known."""
+    """Details of the saved bytes, if known."""
     again_bytes: int = 0
-    """What comes back to the device in addition while its backward runs, if it is computed again."""
+    """Further bytes on the device while its backward runs, if it is recomputed."""
     offloaded_bytes: int = 0
-    """What is in host memory meanwhile, beside ``saved_bytes`` on the device."""
+    """Bytes in host memory until backward, beside ``saved_bytes`` on the device."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What makes two events the same step of the same path (sizes may differ)."""
+        """Equal for two events that are the same step of the same path (sizes may differ)."""
         inputs = tuple(value.id for value in self.inputs)
         outputs = tuple((value.id, value.requires_grad) for value in self.outputs)
         return (self.kind, self.name, self.home, inputs, outputs)
@@ -59,7 +59,7 @@ class Event(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Trace:
-    """All events of one microbatch and the value that backward starts from."""
+    """All events of one microbatch, and the value that backward starts from."""
 
     events: Sequence[Event]
     loss: int | None = None
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the events, or their kinds where they have none."""
+        """Names of the events, or their kinds if they have no name."""
         return tuple(event.name or event.kind for event in self.events)
 
     def __post_init__(self) -> None:

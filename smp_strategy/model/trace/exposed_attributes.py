@@ -1,14 +1,8 @@
-"""Attributes in which units leave tensors for others: ``self.aux_loss = ...`` in a block, summed up in the step.
+"""Exposed attributes: tensors that a unit assigns to an attribute and code above it reads (``self.aux_loss = ...``).
 
-Only the stage that runs a unit has what the unit leaves in an attribute. Most attributes concern nobody else (caches,
-counters) and stay as they are. Those that code above the units reads are *exposed*: they become arguments and results
-of the unit's calls. The call gets them in a dict, puts them into the attributes, runs, and takes them out into the dict
-again; that units may change dicts among their arguments is known (:mod:`smp_strategy.model.trace.side_effects`). So
-outside of calls an exposed attribute holds a placed tensor on every stage, and inside the unit finds the real one.
-
-A *survey*, the run of a step that is only looked at, finds them: :class:`ExposedAttributes` notes which tensors a unit
-leaves where, and is asked about every tensor that code outside of units uses. In a dry run an attribute is otherwise
-put back after the unit; here a fake tensor, the *mark*, stays, to be met by who uses it.
+Only the stage that runs a unit has its attributes. Most concern nobody else (caches, counters) and stay as they are.
+Attributes that code above the units reads are *exposed*: they become arguments and results of the unit's calls. Dry
+runs of the step, the *surveys*, find them; see [Note: exposed attributes] and [Note: marks].
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +27,25 @@ __all__ = [
     "state_of",
 ]
 
+# [Note: exposed attributes]
+# A call gets the values of the exposed attributes in one more argument, a dict. It puts them into the attributes,
+# runs, and takes them out into the dict again. Units may change dicts among their arguments (`side_effects.py`), so
+# prediction and transport of the new values need nothing else. Outside of calls an exposed attribute holds a placed
+# tensor on every stage; inside, the unit finds the real tensor.
+#
+# [Note: marks]
+# After a dry run of a unit its attributes are restored, so code that reads one would find the old value, and the read
+# would go unnoticed. So in a survey the fake tensor that the unit has assigned is put back into the attribute: the
+# mark. Code above the units that uses it meets a tensor that is known by its `id`, which exposes the attribute. A mark
+# that its own unit finds in the next dry run would be a tensor of another run. `unmarked` therefore hides marks in the
+# unit meanwhile, except those with a gradient that other units have left, whose use must be noticed. A survey is
+# repeated until it finds nothing new, because an exposed attribute changes what units return.
+
 STATE = "exposed attributes"
-"""Name of the argument that carries them. It is none that a ``forward`` can have."""
+"""Name of the argument that carries them; no ``forward`` can have a parameter of this name."""
 
 ABOVE = "above the unit: "
-"""Begins labels of attributes of modules above the unit."""
+"""Prefix of labels of attributes of modules above the unit."""
 _MISSING: Any = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -50,46 +58,46 @@ class ExposedAttribute:
     part: nn.Module
     name: str
     label: str
-    """What it is called below the unit."""
+    """Its qualified name below the unit."""
 
     def get(self) -> Any:
-        """Its present value."""
+        """Present value."""
         return vars(self.part).get(self.name, _MISSING)
 
     def set(self, value: Any) -> None:
-        """Change or delete it, past what the module does about that."""
+        """Change or delete it, past the module's ``__setattr__``."""
         _set(self.part, self.name, value)
 
 
 @final
 class StaleTensor:
-    """Stands for what another microbatch or step has left, on its way into a call.
+    """Argument of a call: the tensor that an earlier microbatch or step has left in an attribute.
 
     Args:
-        tensor: gives it where it is, and something of its shape elsewhere.
+        tensor: Returns it on the stage that has it, and a tensor of its shape elsewhere.
     """
 
     def __init__(self, tensor: Callable[[], Tensor]) -> None:
         self._tensor = tensor
 
     def __call__(self) -> Tensor:
-        """The tensor. (Being callable, this is no container or cache for the dry run.)"""
+        """The tensor. (A callable is neither a container nor a cache for the dry run.)"""
         return self._tensor()
 
 
 def state_of(exposed: tuple[ExposedAttribute, ...]) -> dict[str, Any]:
-    """The values of those that there are."""
+    """Values of the ``exposed`` attributes that are set, by label."""
     return {each.label: each.get() for each in exposed if each.get() is not _MISSING}
 
 
 def put_state(exposed: tuple[ExposedAttribute, ...], state: Mapping[str, Any]) -> None:
-    """Give them these values; others are deleted."""
+    """Set ``exposed`` attributes to the values in ``state``; delete those that are not in there."""
     for each in exposed:
         each.set(state.get(each.label, _MISSING))
 
 
 def exposing(function: Callable[..., Any], exposed: tuple[ExposedAttribute, ...]) -> Callable[..., Any]:
-    """``function``, with the values of ``exposed`` attributes in a dict among its arguments, which it changes."""
+    """``function`` with one more argument, the dict of [Note: exposed attributes], which it changes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         state = kwargs.pop(STATE)
@@ -103,7 +111,7 @@ def exposing(function: Callable[..., Any], exposed: tuple[ExposedAttribute, ...]
             put_state(exposed, outside)
         for label in state.keys() - left.keys():
             del state[label]
-        # What has stayed is what the caller gave.
+        # Values that the call has not replaced stay as the caller gave them, a `StaleTensor` included.
         state.update({label: value for label, value in left.items() if value is not given.get(label, _MISSING)})
         return result
 
@@ -113,7 +121,7 @@ def exposing(function: Callable[..., Any], exposed: tuple[ExposedAttribute, ...]
 @final
 @dataclass(frozen=True)
 class _LeftInAttribute:
-    """Something that a unit has left in an attribute."""
+    """A value with tensors that a unit has assigned to an attribute."""
 
     unit: str
     place: ExposedAttribute
@@ -122,13 +130,13 @@ class _LeftInAttribute:
 
 @final
 class ExposedAttributes:
-    """What units leave in attributes during surveys, and which of it is used by others.
+    """Tracks during surveys the tensors that units leave in attributes, and their uses by other code.
 
     Attributes:
-        found: by unit, attributes that code above the units uses.
-        above: modules above the units, by name: hooks inside of units may set their attributes, too.
-        around: other places that these hooks reach (lists and variables around them): nobody else may use what is put
-            there.
+        found: Attributes that code above the units uses, by unit and label.
+        above: Modules above the units, by name; hooks inside of units may set their attributes, too.
+        around: Other places that these hooks reach (lists and variables around them). Using a tensor that is put there
+            is an error.
     """
 
     def __init__(self) -> None:
@@ -138,13 +146,13 @@ class ExposedAttributes:
         self._unreachable: dict[int, Tensor] = {}
         self._left: dict[tuple[str, str], _LeftInAttribute] = {}
         self._by_tensor: dict[int, tuple[Tensor, _LeftInAttribute]] = {}
-        # What marks have taken the place of.
+        # [Note: marks], each with the value that it has replaced.
         self._marks: list[tuple[_LeftInAttribute, Any]] = []
         self._num_known = 0
 
     @contextmanager
     def noting(self, unit: str, module: nn.Module) -> Iterator[None]:
-        """The unit runs in here, dry or for real."""
+        """Context of a run of the unit, dry or for real: record the tensors that it leaves."""
         above = [(f"{ABOVE}{label}", part) for label, part in self.above.items()]
         before = [(label, part, _contents_of(part)) for label, part in [*module.named_modules(), *above]]
         others = [(place, set(map(id, _tensors(place)))) for place in self.around]
@@ -165,8 +173,10 @@ class ExposedAttributes:
 
     @contextmanager
     def unmarked(self, unit: str, module: nn.Module) -> Iterator[None]:
-        """The unit runs dry in here, and finds what it would find for real; afterwards marks stand where it leaves
-        tensors, and where others have left some that are no mere constants."""
+        """Context of a dry run of the unit: hide marks that it must not find, and set marks afterwards.
+
+        See [Note: marks].
+        """
         parts = set(map(id, module.modules()))
         hidden = [
             (left, before)
@@ -174,7 +184,7 @@ class ExposedAttributes:
             if id(left.place.part) in parts and (left.unit == unit or not _needs_gradient(left.value))
         ]
         for left, before in reversed(hidden):
-            if left.place.get() is left.value:  # the code above the units may have changed it
+            if left.place.get() is left.value:  # unless code above the units has changed it since
                 left.place.set(before)
         self._marks = [mark for mark in self._marks if all(mark is not other for other in hidden)]
         yield
@@ -184,28 +194,28 @@ class ExposedAttributes:
                 left.place.set(left.value)
 
     def next_round(self) -> None:
-        """A survey begins, or begins anew, in which what has been found is exposed."""
+        """Begin a survey, or repeat it with the attributes found so far exposed."""
         self._marks.clear()
         self._num_known = sum(map(len, self.found.values()))
 
     def use_all_with_gradient(self) -> None:
-        """It is not known what is used."""
+        """Expose everything with a gradient, because uses cannot be observed."""
         for left in self._left.values():
             if _needs_gradient(left.value):
                 self.found.setdefault(left.unit, {})[left.place.label] = left.place
 
     @property
     def is_empty(self) -> bool:
-        """Whether no unit is known to leave anything."""
+        """Whether no unit leaves tensors in attributes, as far as is known."""
         return not self._left
 
     @property
     def has_news(self) -> bool:
-        """Whether something was found in this round."""
+        """Whether this round has found further attributes."""
         return sum(map(len, self.found.values())) > self._num_known
 
     def let_go(self) -> None:
-        """Keep no tensors that were really computed."""
+        """Drop references to tensors that were really computed."""
         self._marks.clear()
         self._unreachable.clear()
         self.around = ()
@@ -213,7 +223,11 @@ class ExposedAttributes:
         self._by_tensor = {key: found for key, found in self._by_tensor.items() if _is_fake(found[0])}
 
     def use(self, arguments: Any) -> None:
-        """Code above the units uses ``arguments``."""
+        """Record that code above the units uses ``arguments``.
+
+        Raises:
+            UnsupportedError: One of them was left where other stages cannot get it.
+        """
         for leaf in leaves_of(arguments):
             tensor, left = self._by_tensor.get(id(leaf), (None, None))
             if tensor is leaf and left is not None:
@@ -222,7 +236,7 @@ class ExposedAttributes:
                 raise left_behind()
 
     def refuse_use(self, module: nn.Module, arguments: Any) -> None:
-        """Refuse ``arguments`` that the unit ``module`` works on but another has left somewhere."""
+        """Refuse ``arguments`` of an operation in the unit ``module`` that another unit has left in an attribute."""
         for leaf in leaves_of(arguments):
             tensor, left = self._by_tensor.get(id(leaf), (None, None))
             if tensor is leaf and left is not None and all(part is not left.place.part for part in module.modules()):
@@ -234,7 +248,7 @@ class ExposedAttributes:
 
 
 def left_behind() -> UnsupportedError:
-    """The refusal of a tensor that only the unit has which made it."""
+    """Error for the use of a tensor that only the stage of one unit has."""
     return UnsupportedError(
         "Code above the units uses a tensor that a unit did not return, but left in an object that it was given (a "
         "cache, say: `use_cache=False` does without), or in a variable around it (by a hook on one of its parts). "
@@ -262,7 +276,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _copy(value: Any) -> Any:
-    """The attributes' containers will be put back as they were."""
+    """Copy of a container, because the original will be restored after the dry run."""
     return value.copy() if isinstance(value, list | dict) else value
 
 

@@ -1,21 +1,20 @@
-"""Fake tensors in the place of real ones: how a call runs without memory and arithmetic, and without a trace.
+"""Fake call: run a unit on fake tensors, without memory, arithmetic or lasting effects.
 
 Nothing that the dry run does may reach the original: arguments and the tensors of a unit are replaced by fake ones,
-objects that hold tensors are copied with fake tensors in them, and random streams are put back.
+objects that hold tensors are copied with fake tensors in them, and random generators are restored.
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from smp_strategy.distributed.rng_state import capture, drawing_from, global_state
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.side_effects import is_object, watched
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -24,7 +23,7 @@ __all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "stand_in", "tenso
 
 
 class _Fresh(torch.autograd.Function):
-    """A tensor that is inside the graph and no view, like the output of any operation: in-place changes work."""
+    """Makes a tensor that is no leaf and no view, like the output of an operation: it can be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -36,7 +35,7 @@ class _Fresh(torch.autograd.Function):
 
 
 def imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
-    """A fake tensor with the metadata of ``spec``; call it inside a FakeTensorMode."""
+    """Make a fake tensor with the metadata of ``spec``; call it inside a FakeTensorMode."""
 
     def make() -> Tensor:
         return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=spec.device)
@@ -50,11 +49,11 @@ def imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
 
 
 def stand_in(leaf: Any, make: Callable[[TensorSpec], Tensor] = imitate) -> Any:
-    """What a run gets instead of an argument: nothing that it does to it may reach the original.
+    """Replacement of an argument in a dry run, independent of the original.
 
     Args:
-        leaf: the argument; a tensor is given by its metadata.
-        make: makes the tensors, also those that an object holds.
+        leaf: The argument; a tensor is given by its metadata.
+        make: Makes the tensors, including those that an object holds.
     """
     if isinstance(leaf, TensorSpec):
         return make(leaf)
@@ -65,12 +64,12 @@ def stand_in(leaf: Any, make: Callable[[TensorSpec], Tensor] = imitate) -> Any:
 
 
 def is_left_behind(leaf: Any) -> bool:
-    """Whether ``leaf`` is of a dry run, and should have gone with it."""
+    """Whether ``leaf`` is a fake tensor that has outlived its dry run."""
     return isinstance(leaf, FakeTensor)
 
 
 class _CopyWith(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` put other tensors where an object (a key/value cache, say) holds some."""
+    """Makes ``copy.deepcopy`` replace the tensors in an object (a key/value cache, say)."""
 
     def __init__(self, make: Callable[[TensorSpec], Tensor]) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class _CopyWith(TorchFunctionMode):
 
 
 def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Call ``callee`` with ``stand_ins`` in the place of its unit's tensors, by name."""
+    """Call ``callee`` with the tensors of its unit replaced by ``stand_ins``, by name."""
     if callee.module is None:
         return callee.function(*args, **kwargs)
     shim = _Shim(callee.module, watched(callee.function))
@@ -91,7 +90,7 @@ def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -
 
 
 class _Shim(nn.Module):
-    """Calls the unit's own ``forward`` without the hooks on the unit: those belong to the glue and run there."""
+    """Calls the unit's ``forward`` without the hooks on the unit: those belong to the glue and run there."""
 
     def __init__(self, unit: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -111,24 +110,16 @@ def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
 
 @contextmanager
 def frozen_rng() -> Iterator[Callable[[], bool]]:
-    """Put all random streams back afterwards; yields whether Python's or numpy's have moved."""
+    """Restore the generators of the host afterwards; yields whether Python's or numpy's have moved."""
 
-    def python_streams() -> tuple[Any, ...]:
-        state = np.random.get_state(legacy=False)
-        return random.getstate(), str(state["state"]["key"].tobytes()), state["state"]["pos"], state["has_gauss"]
-
-    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_streams()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield lambda: python_streams() != before
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    state = global_state()
+    with drawing_from(state):
+        yield lambda: capture([])[1:] != state[1:]
 
 
 @contextmanager
 def tracked() -> Iterator[None]:
-    """Without inference mode, in which changes in place leave no mark; gradients stay as off as they were."""
+    """Leave inference mode, in which tensors have no version counters; gradients stay off."""
     if not torch.is_inference_mode_enabled():
         yield
         return

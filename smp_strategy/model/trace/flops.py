@@ -1,11 +1,11 @@
-"""What a call has a device do, counted kernel by kernel while it runs, on fake tensors or real ones.
+"""FLOP and byte counter: costs of a call and of its backward, kernel by kernel, on fake or real tensors.
 
-Its backward is counted along: the gradient of each factor of a product takes one more product of the same size, a fused
-attention kernel does five products in backward for two in forward (it computes the scores anew), and other kernels
-read what comes back and what they read before.
+Backward is derived from forward: the gradient of each factor of a product takes one more product of the same size, a
+fused attention kernel does five products in backward for two in forward (it recomputes the scores), and other kernels
+read the incoming gradient and their inputs.
 
-The gradient of a *weight*, which is what is computed from parameters alone (also a cast of one, or what a unit makes
-of inputs without gradient), concerns nobody but the optimizer; other gradients are waited for by who made the inputs.
+A *weight* is a tensor that is computed from parameters alone (also a cast of one, or a result of inputs without
+gradient). Only the optimizer needs the gradients of weights; earlier stages wait for all other gradients.
 """
 
 from collections.abc import Iterable
@@ -33,39 +33,39 @@ _ATTENTIONS = frozenset(
     }
 )
 _RECURRENT = frozenset({_aten.mkldnn_rnn_layer, _aten._cudnn_rnn})
-# They read as much of a table as they return.
+# Kernels that read only as much of a table as they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 _ALLOCATIONS = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty})
 
 
 class Product(NamedTuple):
-    """A product of matrices, a convolution or an attention has run."""
+    """A call of a matrix product, a convolution or an attention."""
 
     results: list[Tensor]
     versions: list[int]
-    """Of the results at that time."""
+    """Version counters of the results right after the call."""
     effort: Effort
     is_random: bool
-    """Whether it would draw other numbers if it was not run again."""
+    """Whether it draws random numbers. Keeping its results would shift the draws that follow in a recomputation."""
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether its results are still what it would return again."""
+        """Whether the kept results may replace another call."""
         return not self.is_random and [tensor._version for tensor in self.results] == self.versions
 
 
 @final
 class KernelTally:
-    """Adds up kernels.
+    """Sum of the costs of kernels.
 
     Args:
-        parameters: the weights that there are from the beginning.
-        notes_products: remember what products have made.
+        parameters: Initial weights.
+        notes_products: Record the results of products.
 
     Attributes:
-        efforts: the sum.
-        cheap: what of the forward are no products.
-        products: what the others have made, in order.
+        efforts: The sum.
+        cheap: Part of the forward that is no product.
+        products: Recorded products, in order.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), *, notes_products: bool = False) -> None:
@@ -73,15 +73,15 @@ class KernelTally:
         self.cheap = Effort()
         self.products: list[Product] = []
         self._notes_products = notes_products
-        # By address, and kept: another storage must not get the same one.
+        # By address; the storages are kept alive, so that no other gets the same address.
         self._weights = {storage_of(parameter): parameter.untyped_storage() for parameter in parameters}
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, *, is_random: bool = False) -> None:
-        """``func`` has run.
+        """Add a call of ``func``.
 
         Args:
-            func, args, kwargs, result: what was called, and what it has returned.
-            is_random: it has drawn random numbers.
+            func, args, kwargs, result: Operation, its arguments and its result.
+            is_random: It has drawn random numbers.
         """
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         needing = [tensor for tensor in inputs if tensor.requires_grad] if torch.is_grad_enabled() else []
@@ -90,7 +90,7 @@ class KernelTally:
         weights = [tensor for tensor in needing if storage_of(tensor) in self._weights]
         if needing and len(weights) == len(needing):
             self._weights.update((storage_of(tensor), tensor.untyped_storage()) for tensor in outputs)
-        elif needing:  # a weight that was written into is none any more
+        elif needing:  # written to by something that needs other gradients: no weight any more
             for tensor in outputs:
                 self._weights.pop(storage_of(tensor), None)
         if not _is_kernel(func, inputs, outputs):
@@ -113,10 +113,10 @@ class KernelTally:
 
 
 def _flops(kind: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """By PyTorch's formulas and some that it lacks; ``None``: no product."""
+    """FLOPs of a product, by PyTorch's formulas and some that it lacks; ``None``: no product."""
     if kind in _ATTENTIONS:
         query, *others = (tensor.shape for tensor in args[:3])
-        # Each head of the query has its products, also where several share a key; torch 2.11 has no formula for that.
+        # Grouped-query attention: every head of the query has products; torch 2.11 has no formula for that.
         key, value = ((batch, query[1], length, width) for batch, _, length, width in others)
         return int(sdpa_flop_count(query, key, value))
     if kind is _aten._grouped_mm:  # every row of the result, or every entry where the groups are summed over
@@ -169,7 +169,7 @@ def _other_kernel(
 
 
 def _is_kernel(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether ``func`` has work to do: views and uninitialised tensors are free."""
+    """Whether ``func`` launches a kernel: views and uninitialised tensors are free."""
     if func.overloadpacket in _ALLOCATIONS or not outputs:
         return False
     return bool(func._schema.is_mutable) or not _keys(outputs) <= _keys(inputs)

@@ -1,7 +1,7 @@
-"""Units that call `torch.func.grad` and its like, under hooks on saved tensors.
+"""``torch.func`` transforms inside of units, under saved-tensor hooks.
 
-PyTorch does not allow these transforms where such hooks are set. Hooks that only look on can be taken off for as long
-as a transform runs; where what is saved inside would be lost, the user is told what to do instead.
+PyTorch refuses ``torch.func.grad`` and its like where such hooks are set. Hooks that only observe are removed while a
+transform runs. Where tensors saved inside would be lost, the user gets an error with a remedy.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ __all__ = ["stepping_aside", "without_transforms"]
 
 @contextmanager
 def without_transforms(unit: str, why: str, remedy: str) -> Iterator[None]:
-    """Explains the error that PyTorch raises for a transform in here.
+    """Replace PyTorch's error for a transform in here by one with an explanation.
 
     Args:
-        unit: whose code runs.
-        why: there are hooks; follows "a unit".
-        remedy: a sentence.
+        unit: Name of the running unit.
+        why: Reason for the hooks; follows "a unit" in the sentence.
+        remedy: A sentence.
 
     Raises:
-        UnsupportedError: there was one.
+        UnsupportedError: A transform was called.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def without_transforms(unit: str, why: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def stepping_aside(hooks: graph.saved_tensors_hooks) -> Iterator[None]:
-    """``hooks`` are set in here, except while a transform runs."""
+    """Set ``hooks`` in here, except while a transform runs."""
     disabled = graph.disable_saved_tensors_hooks
 
     @contextmanager
@@ -57,7 +57,7 @@ def stepping_aside(hooks: graph.saved_tensors_hooks) -> Iterator[None]:
         finally:
             hooks.__enter__()
 
-    # Looked up in torch whenever a transform begins.
+    # torch looks this function up whenever a transform begins.
     vars(graph)["disable_saved_tensors_hooks"] = disabled_without_ours
     try:
         with hooks:

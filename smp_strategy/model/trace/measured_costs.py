@@ -1,8 +1,7 @@
-"""Costs that were measured instead of modelled, and how both go together.
+"""Measured costs, combined with modelled ones on one scale.
 
-Where a unit was measured, that counts. Everything else (code above the units, a unit that cannot run alone) keeps its
-modelled time, multiplied by how much longer the kernels of measured units took than modelled, so that all are on one
-scale.
+Measured units have their measured times. Everything else (code above the units, a unit that cannot run alone) has its
+modelled time, multiplied by the ratio of measured to modelled time of the kernels of measured units.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,36 +18,36 @@ __all__ = ["Measured", "with_measured_bytes", "work_of"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured; the same on every rank."""
+    """Results of measurements; the same on every rank."""
 
     work: Mapping[str, Work]
-    """Of one call, by unit."""
+    """Seconds of one call, by unit."""
     saved_bytes: Mapping[str, int]
-    """Bytes that autograd keeps of one call, by unit."""
+    """Bytes that autograd saves in one call, by unit."""
     scale: float = 1.0
-    """Measured over modelled seconds of kernels: the median over kinds of units."""
+    """Ratio of measured to modelled seconds of kernels: the median over kinds of units."""
     split_overhead: float = 0.0
-    """What backwards take longer in two parts, as a share of them."""
+    """Relative slowdown of backwards that are split into two parts."""
     spread: float = 0.0
-    """The standard deviation of what a call takes, as a share of it."""
+    """Standard deviation of the time of a call, relative to that time."""
     rank_of: Mapping[str, int]
-    """The rank that has measured the unit, or one like it."""
+    """Rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
-    """How fast each rank is, relative to the fastest; empty: all are alike, or nobody asked."""
+    """Speed of each rank, relative to the fastest; empty: all are alike, or none was measured."""
     crowding: float = 1.0
-    """How much longer work takes while all ranks do some than while one does, because there are fewer cores than ranks
-    on the machine of rank 0; 1: there are enough."""
+    """Slowdown while all ranks work at once instead of a single one, because the machine of rank 0 has fewer cores than
+    ranks; 1: there are enough."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """Things that were not measured, with reasons."""
 
 
 def work_of(events: Sequence[Event], machine: Machine, measured: Measured | None = None) -> dict[int, Work]:
-    """What each event costs, by its position.
+    """Seconds of each event, by its position.
 
     Args:
-        events: of one microbatch.
-        machine: models what was not measured.
-        measured: what was.
+        events: Events of one microbatch.
+        machine: Model for everything that was not measured.
+        measured: Measured costs, if there are some.
     """
     modelled = modelled_work(events, machine)
     if measured is None or not measured.work:
@@ -62,7 +61,7 @@ def work_of(events: Sequence[Event], machine: Machine, measured: Measured | None
 
 
 def with_measured_bytes(trace: Trace, measured: Measured | None) -> Trace:
-    """``trace`` with the bytes that units were seen to keep."""
+    """``trace`` with the measured saved bytes of units."""
     if measured is None or not measured.saved_bytes:
         return trace
     known = measured.saved_bytes

@@ -1,4 +1,4 @@
-"""Operations on tensors that need metadata only (shape, dtype, device, layout), never values."""
+"""Tensor operations that read metadata only (shape, dtype, device, layout), never values."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Parametrized weights that are kept for a while: ``with torch.nn.utils.parametrize.cached():`` in a step.
+"""Cache of parametrized weights per microbatch, for ``with torch.nn.utils.parametrize.cached():`` in a step.
 
-What is kept stands in a dict of the process. Microbatches that take turns would find each other's weights there, with
-each other's graphs behind them; so each has a dict of its own. And its graph is cut where it waits for other stages: a
-weight that is used on both sides of a cut enters the later segment as any other value does.
+PyTorch has one cache in the process. Interleaved microbatches would find each other's weights there, with each other's
+autograd graphs, so each has a cache of its own. The graph of a microbatch is cut into segments where it waits for other
+stages: a cached weight enters a later segment as any other value does.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ __all__ = ["CachedWeights", "cache_of_now", "uncached"]
 
 @final
 class CachedWeights(dict[Any, Any]):
-    """The weights that are kept for one microbatch, in place of PyTorch's dict while the microbatch runs.
+    """Cached weights of one microbatch; replaces PyTorch's dict while the microbatch runs.
 
     Args:
-        segment: number of the running segment.
-        cross: gives the later segment, which runs, a weight that the numbered one has made.
+        segment: Returns the number of the running segment.
+        cross: Takes a segment and a weight that was made in it, and returns the weight as the running segment uses it.
     """
 
     def __init__(self, segment: Callable[[], int], cross: Callable[[int, Tensor], Tensor]) -> None:
@@ -29,23 +29,23 @@ class CachedWeights(dict[Any, Any]):
         self._segment = segment
         self._cross = cross
         self._depth = 0
-        # In which segment each has been made; and those that have entered a later one.
+        # Segment in which each weight was made; and weights that have entered a later segment.
         self._made: dict[Any, int] = {}
         self._entered: dict[Any, tuple[int, Tensor]] = {}
         self._began = 0
         self._outside: tuple[int, dict[Any, Any]] = (0, {})
 
     def enter(self) -> None:
-        """A turn begins."""
+        """Begin a turn of the microbatch: become PyTorch's cache."""
         self._outside = parametrize._cache_enabled, parametrize._cache
         self._began = self._segment()
         parametrize._cache_enabled, parametrize._cache = self._depth, self
 
     def leave(self) -> None:
-        """It ends."""
+        """End the turn: PyTorch gets its own cache back."""
         self._depth, cache = parametrize._cache_enabled, parametrize._cache
         parametrize._cache_enabled, parametrize._cache = self._outside
-        if cache is not self:  # what was kept has been thrown away, and perhaps more is kept by now
+        if cache is not self:  # `cached()` was left, and perhaps entered again, during the turn
             self.clear()
             self._made.clear()
             self._entered.clear()
@@ -71,7 +71,7 @@ class CachedWeights(dict[Any, Any]):
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """In here code finds no weights that are kept, and leaves none."""
+    """Run with an empty cache, and discard it afterwards."""
     before, parametrize._cache = parametrize._cache, {}
     try:
         yield
@@ -80,7 +80,7 @@ def uncached() -> Iterator[None]:
 
 
 def cache_of_now() -> Callable[[], AbstractContextManager[None]]:
-    """Opens a context in which the weights are kept that are kept now."""
+    """Capture the cache; the result opens contexts with the same content."""
     depth, kept = parametrize._cache_enabled, dict(parametrize._cache)
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""What a call returns, by metadata: the answer that a stage needs about a call that it does not run.
+"""Predicted result of a call, by metadata, for stages that do not run it.
 
-It is read off a run: of the call on fake tensors (:mod:`smp_strategy.model.trace.shape_inference`), or of the call
-itself where its result cannot be predicted; then the stage that ran it sends the answer to the others.
+It describes a run on fake tensors (:mod:`smp_strategy.model.trace.shape_inference`). If a result cannot be predicted,
+it describes the real run, and the stage that ran the call sends it to the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, tor
 
 
 class ValueNeededError(Exception):
-    """A dry run, which has no values, has come to where one is needed."""
+    """A dry run, which has no values, has reached code that needs one."""
 
 
 @final
 @dataclass(frozen=True)
 class Unpredictable:
-    """Instead of a prediction: the result depends on values, or the call does not run on fake tensors."""
+    """Failed prediction: the result depends on values, or the call does not run on fake tensors."""
 
     reason: str
 
@@ -49,31 +49,31 @@ class Unpredictable:
 @final
 @dataclass(frozen=True)
 class Callee:
-    """What is called: a unit or an operation."""
+    """Target of a call: a unit or an operation."""
 
     key: object
     """Identity for caches."""
     function: Callable[..., Any]
     module: nn.Module | None = None
-    """The unit, whose parameters and buffers are replaced by fake ones in the dry run."""
+    """The unit; its parameters and buffers are replaced by fake ones in the dry run."""
     compiled: Callable[..., Any] | None = None
-    """What really runs instead of ``function``, if anything."""
+    """Function that really runs instead of ``function``, if there is one."""
     exposed: tuple[ExposedAttribute, ...] = ()
     """Attributes of the unit that others read."""
     dtypes: Callable[[nn.Module], Mapping[str, torch.dtype]] | None = None
-    """Says, of the unit's parameters, by name, which are of another dtype when it runs."""
+    """Returns the dtypes of parameters that have another one when the unit runs, by name."""
 
     @property
     def runs(self) -> Callable[..., Any]:
-        """What is called where the call really happens."""
+        """Function of a real call."""
         return self.compiled or self.function
 
     def dtype_of_weights(self) -> Mapping[str, torch.dtype]:
-        """Of the parameters that are of another dtype when the call runs, by name."""
+        """Dtypes of parameters that have another one when the call runs, by name."""
         return {} if self.dtypes is None or self.module is None else self.dtypes(self.module)
 
     def with_state(self) -> "Callee":
-        """The same, but taking and giving the values of the exposed attributes."""
+        """The same callee with the exposed attributes as an argument; see [Note: exposed attributes]."""
         compiled = self.compiled and exposing(self.compiled, self.exposed)
         return replace(self, function=exposing(self.function, self.exposed), compiled=compiled)
 
@@ -81,7 +81,7 @@ class Callee:
 @final
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An output that the call makes."""
+    """New output of the call."""
 
     spec: TensorSpec
 
@@ -89,7 +89,7 @@ class Made:
 @final
 @dataclass(frozen=True, slots=True)
 class Same:
-    """An output that is one of the call's inputs (a tensor changed in place, a cache handed through)."""
+    """Output that is one of the call's inputs (a tensor changed in place, a cache handed through)."""
 
     leaf: int
     """Position among the flattened inputs."""
@@ -98,7 +98,7 @@ class Same:
 @final
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Stands for an object that exists only where the call ran."""
+    """Placeholder of an object that exists only where the call ran."""
 
     kind: str
     """Name of its class."""
@@ -107,25 +107,25 @@ class Absent:
 @final
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """An output shares its memory with another tensor of the call."""
+    """Output that shares its memory with another tensor of the call."""
 
     leaf: int | None
     """Position of an input, or ``None``: the output ``made``."""
     made: int
     """Number among the :class:`Made` outputs."""
     is_view: bool
-    """Whether autograd knows of it (a detached tensor shares memory, too)."""
+    """Whether it is a view for autograd (a detached tensor shares memory, too)."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The result of a call, by metadata, and its costs."""
+    """Result of a call, by metadata, and its costs."""
 
     outputs: tuple[Made | Same | Any, ...]
     """Flattened outputs; anything but :class:`Made` and :class:`Same` is a constant."""
     structure: Any
-    """How to unflatten them (a pytree spec)."""
+    """Pytree spec to unflatten them."""
     changed: Mapping[int, TensorSpec]
     """Inputs that the call changes in place, by position, with their new metadata."""
     aliases: tuple[Alias | None, ...]
@@ -133,17 +133,17 @@ class Prediction:
     random: bool
     """Whether the call may draw random numbers."""
     effort: Efforts = Efforts()
-    """What the call and its backward have a device do."""
+    """Kernel costs of the call and its backward."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     kept: SavedBytes = SavedBytes()
-    """What that is, where it is known."""
+    """Details of the saved bytes, if known."""
     made: tuple[TensorSpec, ...] = field(init=False)
     """Metadata of the :class:`Made` outputs."""
     is_bare: bool = field(init=False)
-    """Whether the result is one output that is in no container."""
+    """Whether the result is a single output without a container."""
     is_plain: bool = field(init=False)
-    """Whether there is nothing to it but one new tensor."""
+    """Whether the only effect is one new tensor."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "made", tuple(output.spec for output in self.outputs if isinstance(output, Made)))
@@ -160,14 +160,14 @@ class Prediction:
 def describe(
     result: Any, inputs: Sequence[Any], versions: Mapping[int, int], *, returns_inputs: bool = True, **costs: Any
 ) -> Prediction:
-    """Read off a run what it returned and changed.
+    """Describe the result and the in-place changes of a run.
 
     Args:
-        result: what the call returned.
-        inputs: its flattened arguments, real or fake.
-        versions: what :func:`versions_of` said of them before the call.
-        returns_inputs: an input among the results is meant to be one; otherwise it is taken for something new.
-        costs: the remaining fields of the :class:`Prediction`.
+        result: Result of the call.
+        inputs: Its flattened arguments, real or fake.
+        versions: Result of :func:`versions_of` before the call.
+        returns_inputs: Whether an input among the results counts as :class:`Same`, not as :class:`Made`.
+        costs: Remaining fields of the :class:`Prediction`.
     """
     flat, structure = flatten(result)
     outputs = tuple(_classify(leaf, inputs if returns_inputs else ()) for leaf in flat)
@@ -183,7 +183,7 @@ def describe(
 
 
 def versions_of(leaves: Sequence[Any]) -> dict[int, int]:
-    """Version counters of the tensors among ``leaves``, by position; those of inference mode have none."""
+    """Version counters of the tensors among ``leaves``, by position; inference tensors have none."""
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     return {i: tensor._version for i, tensor in tensors.items() if not tensor.is_inference()}
 

@@ -1,11 +1,11 @@
-"""Nests of containers, with dataclasses among the containers.
+"""Pytrees with dataclasses, and short paths for flat calls.
 
-What a unit takes and returns may be any nest of tuples, lists, dicts, named tuples and dataclasses. PyTorch's pytree
-knows all of them except dataclasses, which it wants registered one by one.
+Arguments and results of a unit may be any nest of tuples, lists, dicts, named tuples and dataclasses. PyTorch's pytree
+supports all of them except dataclasses, which must be registered one by one.
 
-Arguments of a call are flattened hundreds of times per step, and nearly always hold no container at all. So a flat
-call has a short form, which takes pytree, being general, much longer. A dry run looks at the arguments of every single
-operation, several times: these hold tuples and lists at most.
+Arguments of a call are flattened hundreds of times per step, and nearly always contain no container, so flat calls have
+a short form that avoids the general, much slower pytree. A dry run inspects the arguments of every single operation
+several times: these contain tuples and lists at most.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 __all__ = ["flatten", "flatten_call", "given_to", "leaves_of", "unflatten_call"]
 
 
-# Asked for first, because most arguments are of these.
+# Tested first, because most arguments are of these types.
 _PLAIN = frozenset({Tensor, type(None), bool, int, float, str})
 
 
 class FlatCall(NamedTuple):
-    """The structure of a call whose arguments are all leaves."""
+    """Structure of a call whose arguments are all leaves."""
 
     num_positional: int
     names: tuple[str, ...]
@@ -34,11 +34,11 @@ _flat_call = functools.lru_cache(maxsize=1024)(FlatCall)
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """The leaves of ``tree`` and how to put them together again; a dataclass is registered when it is first met.
+    """Flatten ``tree`` into leaves and a pytree spec; dataclasses are registered on first sight.
 
     Args:
-        tree: any nest.
-        is_leaf: what else is not taken apart.
+        tree: Any nest.
+        is_leaf: Tells which further nodes are leaves.
     """
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
     unknown = [kind for kind in {type(leaf) for leaf in leaves} if hasattr(kind, "__dataclass_fields__")]
@@ -51,7 +51,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments and their structure, for :func:`unflatten_call`."""
+    """Flatten the arguments of a call into leaves and a structure for :func:`unflatten_call`."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         kind = type(leaf)
@@ -61,12 +61,12 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 
 def given_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of an operation: of a deep copy the tensor, but not the notes of what is half copied already."""
+    """Arguments of an operation; of ``__deepcopy__`` only the tensor, not the memo of half-copied objects."""
     return args[:1] if function is Tensor.__deepcopy__ else (args, kwargs)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """What ``pytree.tree_leaves`` returns, sooner where ``tree`` is of plain tuples, lists and dicts."""
+    """Like ``pytree.tree_leaves``, but faster for plain tuples, lists and dicts."""
     kind = type(tree)
     if kind is not tuple and kind is not list and kind is not dict:
         return [tree] if _is_leaf(kind) else pytree.tree_leaves(tree)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` again, with other leaves."""
+    """Rebuild ``args`` and ``kwargs`` from leaves."""
     if isinstance(structure, FlatCall):
         leaves = tuple(leaves)
         given = structure.num_positional
@@ -91,7 +91,7 @@ def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ..
 
 @functools.lru_cache(maxsize=1024)
 def _is_leaf(kind: type) -> bool:
-    """Whether objects of this kind hold nothing that pytree would open."""
+    """Whether pytree treats objects of this type as leaves."""
     if kind in pytree.SUPPORTED_NODES or hasattr(kind, "__dataclass_fields__"):
         return False
     return not issubclass(kind, tuple) or not hasattr(kind, "_fields")

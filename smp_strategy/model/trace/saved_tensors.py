@@ -1,4 +1,4 @@
-"""What a call makes autograd keep for its backward."""
+"""Saved activations of a call: bytes that autograd saves for backward, measured by saved-tensor hooks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ __all__ = ["counting_saved", "watching_kept"]
 
 @contextmanager
 def counting_saved(excluded: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
-    """Yields what says how many bytes autograd has kept in here.
+    """Yield a function that returns the number of bytes that autograd has saved in here.
 
-    A storage counts once and as a whole, however many views of it are kept; those of ``excluded`` tensors (parameters
-    and buffers, which are there anyway) do not count.
+    A storage counts once and as a whole, however many views of it are saved; storages of ``excluded`` tensors
+    (parameters and buffers, which exist anyway) do not count.
     """
     found: dict[int, int] = {}
     with _noting(excluded, found, lambda: None):
@@ -31,13 +31,12 @@ def counting_saved(excluded: Iterable[Tensor] = ()) -> Iterator[Callable[[], int
 def watching_kept(
     excluded: Iterable[Tensor], inputs: Iterable[Any], tally: KernelTally
 ) -> Iterator[Callable[[Iterable[Any]], SavedBytes]]:
-    """Yields what says what autograd has kept in here, and what it would take to make that again; it is told what the
-    call has returned.
+    """Yield a function that maps the results of the call to its saved bytes and the cost to recompute them.
 
     Args:
-        excluded: tensors that are there anyway: parameters and buffers.
-        inputs: the arguments of the call.
-        tally: counts the kernels in here, and remembers what products have made.
+        excluded: Tensors that exist anyway: parameters and buffers.
+        inputs: Arguments of the call.
+        tally: Counts the kernels in here, and records the results of products.
     """
     excluded = list(excluded)
     there = {storage_of(tensor) for tensor in excluded}
@@ -47,6 +46,7 @@ def watching_kept(
     needed: list[Product] = []
 
     def look() -> None:
+        # Called at each saved tensor: kernels after the last one need not run again.
         nonlocal again, cheap
         again, cheap = tally.efforts.forward, tally.cheap
         needed[:] = tally.products
@@ -59,7 +59,7 @@ def watching_kept(
             sizes = _sizes(product.results)
             if product.may_be_kept and foreign.isdisjoint(sizes):
                 of_products |= sizes
-            else:  # what others may change is made again
+            else:  # others may change the results, so they are recomputed
                 cheap = cheap.plus(product.effort)
         made = {key: nbytes for key, nbytes in {**of_products, **saved}.items() if key not in given}
         return SavedBytes(
@@ -76,13 +76,13 @@ def watching_kept(
 
 
 def _sizes(leaves: Iterable[Any]) -> dict[int, int]:
-    """Bytes of the memories behind those that are tensors."""
+    """Bytes of the storages of the tensors among ``leaves``."""
     return {storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 @contextmanager
 def _noting(excluded: Iterable[Tensor], found: dict[int, int], look: Callable[[], None]) -> Iterator[None]:
-    """Write the bytes of what autograd keeps to ``found``, and ``look`` whenever it is something new."""
+    """Write the bytes of saved storages to ``found``, and call ``look`` at each new one."""
     known = {storage_of(tensor) for tensor in excluded}
 
     def keep(tensor: Tensor) -> Tensor:

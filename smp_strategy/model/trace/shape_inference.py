@@ -1,13 +1,12 @@
-"""What would this call return? Answered without computing, from metadata alone.
+"""Shape inference: predict the result of a call from metadata alone, by a dry run on fake tensors.
 
-A stage that does not run a call still has to know the result: shapes, strides, dtypes, which outputs require a
-gradient, whether an input was changed in place. The oracle runs the call once on fake tensors (no memory, no
-arithmetic) and remembers the answer for every later call with the same metadata, so that in steady state a call of a
-remote unit costs one dictionary look-up.
+A stage that does not run a call still needs its result: shapes, strides, dtypes, outputs that require a gradient,
+inputs changed in place. The call runs once on fake tensors (no memory, no arithmetic), and the prediction is cached for
+every later call with the same metadata. In steady state a call of a remote unit costs one dictionary look-up.
 
-The same dry run counts what the call costs (:mod:`smp_strategy.model.trace.flops`, and bytes kept for backward) and
-says whether it draws random numbers. Where the code reads a value, the run is repeated under several assumptions about
-it (:mod:`smp_strategy.model.trace.dispatch`); where their results differ, there is no prediction.
+The same dry run counts the costs of the call (:mod:`smp_strategy.model.trace.flops`, and bytes saved for backward) and
+finds out whether it draws random numbers. If the code reads a value, see [Note: assumed values] in
+:mod:`smp_strategy.model.trace.dispatch`.
 """
 
 import dataclasses
@@ -33,14 +32,14 @@ from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, U
 from smp_strategy.model.trace.pytree import flatten, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
-from smp_strategy.model.trace.undo_attributes import attributes_restored, tensors_restored
 
 __all__ = ["ShapeInference"]
 
 # Shapes that change from batch to batch must not fill the memory.
 MOST_PREDICTIONS = 1 << 14
-# Nothing found, one, several; false and true.
+# See [Note: assumed values] in `dispatch.py`: one, several, none; as truth values true, true, false.
 ASSUMPTIONS = (1, 3, 0)
 
 _IS_TRAINING = attrgetter("training")
@@ -50,13 +49,13 @@ _PLAIN_KINDS = frozenset(IMMUTABLE)
 
 @final
 class ShapeInference:
-    """Predicts calls and remembers the predictions.
+    """Predicts calls by dry runs, with a cache of predictions.
 
     Args:
-        device: device that the calls really run on.
+        device: Device of the real calls.
 
     Attributes:
-        rewritten: names of parameters that the units that own them have written to as they ran dry.
+        rewritten: Names of parameters that their own units have written to in dry runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +67,7 @@ class ShapeInference:
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
     def recall(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction | Unpredictable | None:
-        """What :meth:`predict` has said of this call before, if it was asked."""
+        """The cached result of :meth:`predict` for this call, if there is one."""
         return self._known.get(self._key_of(callee, leaves, structure))
 
     def predict(
@@ -77,11 +76,11 @@ class ShapeInference:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
 
         Args:
-            callee: what is called.
-            leaves: flattened arguments; a tensor may be given by its :class:`TensorSpec`.
-            structure: how :func:`~smp_strategy.model.trace.pytree.unflatten_call` puts them together.
-            survey: is told what a dry run leaves in attributes. Under a survey, dry runs also write to objects among
-                the arguments, so that it shows who uses them next; the caller puts these back.
+            callee: Unit or operation.
+            leaves: Flattened arguments; a tensor may be given by its :class:`TensorSpec`.
+            structure: Structure for :func:`~smp_strategy.model.trace.pytree.unflatten_call`.
+            survey: Records the tensors that a dry run leaves in attributes. Under a survey, dry runs also write to
+                objects among the arguments, so that later uses are seen; the caller restores these.
         """
         key = self._key_of(callee, leaves, structure)
         prediction = self._known.get(key)
@@ -94,15 +93,14 @@ class ShapeInference:
 
     def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> object:
         switches = () if callee.module is None else self._switches(callee.key, callee.module)
-        # And the thread's modes that change what operations return.
+        # Modes of the thread that change the results of operations.
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype())
         given = [leaf if type(leaf) is TensorSpec else _key(leaf) for leaf in leaves]
         return (callee.key, structure, switches, modes, *given)
 
     def _switches(self, key: object, module: nn.Module) -> tuple[object, ...]:
-        """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
-        and what is collected from it."""
+        """Part of the cache key that may change between calls: training mode, frozen parameters, filled collectors."""
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = (tuple(module.modules()), tuple(module.parameters()))
@@ -111,7 +109,7 @@ class ShapeInference:
         return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
 
     def _there(self, spec: TensorSpec) -> TensorSpec:
-        """A tensor without memory stands for one on the device of the step, which is asked for the step's kernels."""
+        """``spec`` on the device of the step, if it is a meta tensor: kernels are chosen by device."""
         return dataclasses.replace(spec, device=self.device) if spec.device.type == "meta" else spec
 
     def _find(
@@ -129,7 +127,7 @@ class ShapeInference:
         except SMPError:
             raise
         except Exception as error:
-            # Whatever it is: if it is a mistake in the user's code, the real run will say so.
+            # Any error counts: if it is a mistake in the user's code, the real run will raise it.
             unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
         put_back(lent)
         try:
@@ -155,8 +153,13 @@ class ShapeInference:
         noting: AbstractContextManager[None] = nullcontext()
         if survey is not None and callee.module is not None:
             noting = survey.noting(str(callee.key), callee.module)
-        restored = (attributes_restored(modules), tensors_restored(modules))
-        with tracked(), uncached(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
+        with (
+            tracked(),
+            uncached(),
+            frozen_rng() as python_drew,
+            Snapshot(modules=modules, tensors_of=modules),
+            self._mode,
+        ):
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             dtypes = callee.dtype_of_weights()
@@ -188,7 +191,7 @@ class ShapeInference:
 def _rewritten(
     callee: Callee, stand_ins: Mapping[str, Tensor], homes: Mapping[str, int], written: Collection[int]
 ) -> set[str]:
-    """Names of parameters among ``stand_ins`` whose storages were written to, or exchanged (``weight.data = ...``)."""
+    """Names of parameters whose storages were written to or exchanged (``weight.data = ...``)."""
     parameters = () if callee.module is None else [name for name, _ in callee.module.named_parameters()]
     return {
         f"{callee.key}.{name}"
@@ -198,15 +201,15 @@ def _rewritten(
 
 
 def _seen(tensor: Tensor, dtype: torch.dtype | None) -> TensorSpec:
-    """A weight as the unit sees it."""
+    """Metadata of a weight in the dtype that the unit sees."""
     spec = TensorSpec.of(tensor)
     return spec if dtype is None else dataclasses.replace(spec, dtype=dtype)
 
 
 def _in_full(spec: TensorSpec) -> TensorSpec:
-    """A weight as it is where it lives: elsewhere it is one element, seen through its full shape.
+    """Metadata of a weight on its own stage; on others it is one element, expanded to the full shape.
 
-    Kernels are counted by what they move, and every rank must find the same: plans are made of it.
+    Kernel costs depend on the bytes, and every rank must find the same costs, since plans depend on them.
     """
     if any(stride for size, stride in zip(spec.size, spec.stride, strict=True) if size > 1):
         return spec
@@ -215,7 +218,7 @@ def _in_full(spec: TensorSpec) -> TensorSpec:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs an error where a call does not run on fake tensors, which here is an answer like any other."""
+    """Suppress torch's error log for calls that do not run on fake tensors: here that is a normal result."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -225,7 +228,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _key(leaf: Any) -> object:
-    """What of an argument the result's metadata can depend on."""
+    """Part of the cache key: properties of an argument that the result's metadata can depend on."""
     kind = type(leaf)
     if kind in _PLAIN_KINDS:
         return kind, leaf
@@ -234,9 +237,9 @@ def _key(leaf: Any) -> object:
     if isinstance(leaf, IMMUTABLE):
         return kind, leaf
     if isinstance(leaf, dist.ProcessGroup):
-        return leaf  # its size says how much is gathered
+        return leaf  # shapes of gathered tensors depend on its size
     if kind is slice:
         return slice, leaf.start, leaf.stop, leaf.step
-    # Caches and other objects with a state: taken to matter by type only. The stage that runs the call compares the
-    # real result with the prediction, so a wrong guess is an error and never a wrong number.
+    # Caches and other objects with a state are told apart by type only. The stage that runs the call compares the real
+    # result with the prediction, so a wrong guess is an error and never a wrong number.
     return kind

@@ -1,12 +1,12 @@
-"""What a call changes beside the tensors that it is given: lists, dicts, objects.
+"""Side effects of a call on containers among its arguments, turned into results.
 
-A unit gets its arguments rebuilt: with fake tensors where it is predicted, with real ones where it runs. A list that it
-appends to (``aux_losses.append(loss)``) is therefore another list than the caller's. So what a unit leaves in the
-containers among its arguments is taken for a part of what it returns, and put into the caller's containers afterwards,
-on every stage. So is what it adds to containers that context variables hold.
+A unit gets rebuilt arguments: with fake tensors in a prediction, with real ones in a run. A list that it appends to
+(``aux_losses.append(loss)``) is therefore not the caller's list. So new contents of the containers among its arguments
+become part of its result, and are put into the caller's containers afterwards, on every stage. Additions to containers
+in context variables are treated alike.
 
-Other objects (a key/value cache) are given to units as they are. The dry run of a step lends them to units, to see what
-is put there and who takes it, and puts back what was in them.
+Other objects (a key/value cache) are passed to units as they are. The dry run of a step lends them to units, to see
+which tensors are put there and which unit takes them, and restores their contents.
 """
 
 import dataclasses
@@ -19,61 +19,66 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import additions, collectors, put_into_collectors
 from smp_strategy.model.trace.prediction import IMMUTABLE
+from smp_strategy.model.trace.snapshot import contents_of, fill, is_dataclass, is_same, replaced
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.model.trace.undo_attributes import refill
 
 __all__ = ["Changed", "apply_changes", "contents_of_objects", "is_object", "put_back", "watched"]
 
-# Asked for first, because most arguments are of these.
+# Tested first, because most arguments are of these types.
 _LEAVES = (Tensor, NoneType, int, float, str)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """Stands for a container among the arguments."""
+    """Placeholder of a container among the arguments."""
 
     number: int
 
 
 class Changed(NamedTuple):
-    """The result of a call that changed containers among its arguments or around it."""
+    """Result of a call that changed containers among its arguments or in context variables."""
 
     result: Any
     contents: dict[int, Any]
-    """What is in the changed ones, by their number among all containers."""
+    """New contents of the changed ones, by their number among all containers."""
     added: dict[Any, Any]
-    """What was put into collectors, see :mod:`smp_strategy.model.trace.context_containers`."""
+    """Additions to collectors, see :mod:`smp_strategy.model.trace.context_containers`."""
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, returning a :class:`Changed` where it changed lists, dicts or dataclasses among its arguments, or
-    added to collectors."""
+    """Wrap ``function`` to return a :class:`Changed` if it changes containers.
+
+    These are lists, dicts and dataclasses among its arguments, and collectors that it adds to.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = _containers_of((args, kwargs))
         if not given and not collectors():
             return function(*args, **kwargs)
-        before = [_contents(container) for container in given]
+        before = [contents_of(container) for container in given]
         with additions() as added:
             result = function(*args, **kwargs)
-        after = [_contents(container) for container in given]
-        changed = {number: now for number, now in enumerate(after) if not _is_same(now, before[number])}
+        after = [contents_of(container) for container in given]
+        changed = {number: now for number, now in enumerate(after) if not is_same(now, before[number])}
         if not changed and not added:
             return result
         numbers = {id(container): _Given(number) for number, container in enumerate(given)}
-        by_number = {n: _replaced(now, lambda item: numbers.get(id(item), item)) for n, now in changed.items()}
+        by_number = {n: replaced(now, lambda item: numbers.get(id(item), item)) for n, now in changed.items()}
         return Changed(result, by_number, added)
 
     return call
 
 
 def apply_changes(changed: Changed, arguments: tuple[Any, Any]) -> Any:
-    """Give the caller's containers, among ``arguments`` and around the call, their new contents; returns the bare
-    result."""
+    """Give the caller's containers, among ``arguments`` and in context variables, their new contents.
+
+    Returns:
+        The bare result.
+    """
     given = _containers_of(arguments)
     for number, contents in changed.contents.items():
-        _fill(given[number], _replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
+        fill(given[number], replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
     put_into_collectors(changed.added)
     return changed.result
 
@@ -82,12 +87,12 @@ _WITHOUT_STATE = (TensorSpec, Tensor, *IMMUTABLE, slice, nn.Module, type, dist.P
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether an argument has a state of its own and is no tensor and no module (a cache, say)."""
+    """Whether an argument has a state of its own (a cache, say) and is no tensor and no module."""
     return not isinstance(leaf, _WITHOUT_STATE) and not callable(leaf)
 
 
 def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Every container below the objects among ``leaves``, with its present contents."""
+    """All containers below the objects among ``leaves``, with their present contents."""
     found: dict[int, tuple[Any, Any]] = {}
 
     def visit(item: Any) -> None:
@@ -97,7 +102,7 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if hasattr(item, "__dict__") and not callable(item):
             inner = vars(item)
         if isinstance(inner, list | dict):
-            found[id(item)] = (inner, _contents(inner))
+            found[id(item)] = (inner, contents_of(inner))
         if isinstance(inner, list | dict | tuple):
             for child in inner.values() if isinstance(inner, dict) else inner:
                 visit(child)
@@ -109,10 +114,9 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def put_back(before: Sequence[tuple[Any, Any]]) -> None:
-    """Give containers the contents that they had."""
+    """Restore the contents from :func:`contents_of_objects`."""
     for container, contents in before:
-        if not _is_same(_contents(container), contents):
-            _fill(container, contents)
+        fill(container, contents)
 
 
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
@@ -125,44 +129,12 @@ def _containers(tree: Any) -> Iterator[Any]:
     """All lists, dicts and dataclasses in a nest, from the outside in."""
     if isinstance(tree, _LEAVES):
         return
-    if isinstance(tree, (list, dict)) or _is_dataclass(tree):
+    if isinstance(tree, (list, dict)) or is_dataclass(tree):
         yield tree
     items = tree if isinstance(tree, (list, tuple)) else []
     if isinstance(tree, dict):
         items = list(tree.values())
-    elif _is_dataclass(tree):
-        items = list(_contents(tree).values())
+    elif is_dataclass(tree):
+        items = list(contents_of(tree).values())
     for item in items:
         yield from _containers(item)
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _contents(container: Any) -> Any:
-    if isinstance(container, dict):
-        return dict(container)
-    if _is_dataclass(container):
-        return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
-    return list(container)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(one[key] is other[key] for key in one)
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
-    if isinstance(contents, dict):
-        return {key: by(item) for key, item in contents.items()}
-    return [by(item) for item in contents]
-
-
-def _fill(container: Any, contents: Any) -> None:
-    if _is_dataclass(container):
-        for name, value in contents.items():
-            setattr(container, name, value)
-    else:
-        refill(container, contents)

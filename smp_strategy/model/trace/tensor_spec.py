@@ -1,7 +1,4 @@
-"""A tensor without its values: what every stage knows of a tensor that lives on one of them.
-
-Which memory a tensor stands in: several tensors may be views of one storage.
-"""
+"""Tensor metadata (size, stride, dtype, device, requires_grad), and the identity of a storage."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +15,10 @@ __all__ = ["TensorSpec", "storage_of"]
 @final
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Metadata of a tensor. Asked for at every call of a program, so what follows from them is kept."""
+    """Metadata of a tensor, known to every stage.
+
+    It is compared and hashed at every call of a program, so derived values are stored.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorSpec:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Hashes of dtypes differ between processes, and numbers of devices mean another one.
+        # Hashes of dtypes and device numbers differ between processes, so both are made again on arrival.
         return _from_elsewhere, (self.size, self.stride, self.dtype, self.device, self.requires_grad)
 
     @classmethod
@@ -62,5 +62,5 @@ def _from_elsewhere(
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What stands for the storage of ``tensor``, while that is alive."""
+    """Identity of the storage of ``tensor``, valid while the storage is alive."""
     return tensor.untyped_storage()._cdata

@@ -1,7 +1,7 @@
-"""Iterators that modules and variables hold give the items of a dry run once more.
+"""Rewind iterators in attributes and variables after a dry run.
 
-``next(self.batches)`` cannot be undone. So a dry run gets a :class:`Rewindable` in the place of the iterator, which
-keeps the items that it gives. Afterwards these come again, before the rest.
+``next(self.batches)`` cannot be undone. So during a dry run a :class:`Rewindable` replaces the iterator and records its
+items. Afterwards it yields these first, then the rest.
 """
 
 import io
@@ -15,10 +15,10 @@ __all__ = ["Rewindable", "iterators_rewound"]
 
 @final
 class Rewindable(Iterator[Any]):
-    """An iterator that can give again what it has given. In all else it is the iterator that it stands for.
+    """Iterator that can be rewound; all other attributes are those of the wrapped iterator.
 
     Args:
-        iterator: that is.
+        iterator: Iterator to wrap.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -26,7 +26,7 @@ class Rewindable(Iterator[Any]):
         self._ahead: deque[Any] = deque()
         self._given: list[Any] | None = None
         self.is_needed = False
-        """Whether anything has ever been given again."""
+        """Whether it has ever been rewound with items."""
 
     def __next__(self) -> Any:
         item = self._ahead.popleft() if self._ahead else next(self._iterator)
@@ -38,11 +38,11 @@ class Rewindable(Iterator[Any]):
         return getattr(vars(self)["_iterator"], name)
 
     def begin(self) -> None:
-        """From now on what is given is to come again."""
+        """Start to record items."""
         self._given = []
 
     def rewind(self) -> Iterator[Any]:
-        """It comes again from now on; returns what stands for the iterator."""
+        """Yield the recorded items again; returns this object, or the bare iterator if nothing was ever recorded."""
         given, self._given = self._given or [], None
         self._ahead.extendleft(reversed(given))
         self.is_needed |= bool(given)
@@ -51,7 +51,7 @@ class Rewindable(Iterator[Any]):
 
 @contextmanager
 def iterators_rewound(holders: Iterable[MutableMapping[str, Any]]) -> Iterator[None]:
-    """What is drawn in here from iterators that stand in ``holders`` under any name is drawn again afterwards."""
+    """Rewind afterwards all iterators that are values in ``holders``."""
     places = [(holder, name, held) for holder in holders for name, held in list(holder.items()) if _is_iterator(held)]
     instead = {id(held): held if isinstance(held, Rewindable) else Rewindable(held) for _, _, held in places}
     for each in instead.values():

@@ -1,12 +1,12 @@
-"""Variables around functions, and what code does to them: a list at the top of a script, a count in a notebook.
+"""Global and closure variables that user code names: found by its bytecode, restored after a dry run.
 
-A dry run undoes it; microbatches that take turns are kept apart. Looked at are the functions of the modules' classes,
-the step, and functions and classes that these name: global variables and those of enclosing functions, attributes of
-the classes, and the lists, dicts and sets in all of them. Libraries are left alone: what they keep for themselves (a
-cache, a registry) is not the user's.
+Examples are a list at the top of a script and a count in a notebook. A dry run restores them; interleaved microbatches
+are kept apart (:mod:`smp_strategy.pipeline.microbatch_state`). The search starts at the functions of the modules'
+classes and at the step, and follows the functions and classes that these name. It finds global variables, those of
+enclosing functions, attributes of the classes, and the lists, dicts and sets in all of them. Libraries are skipped:
+their caches and registries are not the user's.
 """
 
-import copy
 import dis
 import functools
 import inspect
@@ -17,9 +17,8 @@ from typing import Any, final
 
 from torch import nn
 
-from smp_strategy.model.trace.undo_attributes import containers_in, refill
+from smp_strategy.model.trace.snapshot import Snapshot, containers_in
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.user_code import is_of_library, is_ours, is_own_object
 
 __all__ = ["Chosen", "ClassAttributes", "Variable", "Variables", "variables_of", "variables_restored"]
@@ -32,27 +31,16 @@ _ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
 
 @contextmanager
 def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Afterwards variables that code of ``modules`` and ``step`` name hold what they held before."""
+    """Restore afterwards the variables that code of ``modules`` and ``step`` names."""
     found = variables_of(modules, step)
-    contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
-    written = [(each, dict(each)) for each in found.written()]
-    with iterators_rewound(found.holders()), objects_restored(found.values()):
-        try:
-            yield
-        finally:
-            found.restore()
-            for container, inside in contents:
-                refill(container, inside)
-            for names, before in written:
-                for name in names.keys() - before.keys():
-                    del names[name]
-                for name, value in before.items():
-                    if names.get(name, _MISSING) is not value:
-                        names[name] = value
+    containers = [*containers_in(found.values()), *found.holders(), *found.written()]
+    snapshot = Snapshot(objects=found.values(), containers=containers)
+    with iterators_rewound(found.holders()), snapshot:
+        yield
 
 
 def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
-    """The variables that code of ``modules`` and ``step`` name."""
+    """Find the variables that code of ``modules`` and ``step`` names."""
     found, modules = Variables(), list(modules)
     for kind in {each for module in modules for each in type(module).__mro__}:
         found.look_at_class(kind)
@@ -66,7 +54,7 @@ def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None =
 
 @final
 class Variables:
-    """Variables, by the names and cells that hold them, with their values of now."""
+    """Variables, by the namespaces and cells that hold them, with their values at discovery."""
 
     def __init__(self) -> None:
         self._of_modules: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -77,7 +65,7 @@ class Variables:
         self._seen = set[int]()
 
     def look_at_class(self, kind: type) -> None:
-        """Take in what its functions name, and its attributes."""
+        """Add the attributes of a class, and everything that its functions name."""
         if id(kind) in self._seen or is_of_library(kind):
             return
         self._seen.add(id(kind))
@@ -87,7 +75,7 @@ class Variables:
         self._classes.append(kind)
 
     def look_at(self, value: Any) -> None:
-        """Take in what ``value`` names, if it is a function."""
+        """Add everything that ``value`` names, if it is a function or a class."""
         function = _function_of(value)
         if function is None and isinstance(value, type):  # it may be a context manager
             self.look_at_class(value)
@@ -95,7 +83,7 @@ class Variables:
             return
         self._seen.add(id(function))
         if is_of_library(function):
-            if is_ours(function):  # around the user's
+            if is_ours(function):  # a wrapper around a function of the user
                 for cell in function.__closure__ or ():
                     self.look_at(_contents(cell))
             return
@@ -110,26 +98,30 @@ class Variables:
             self.look_at(held)
 
     def values(self) -> list[Any]:
-        """What they hold."""
+        """Values at discovery."""
         held = [value for _, value in (*self._of_modules.values(), *self._of_functions.values())]
         return [*held, *self._of_classes]
 
     def holders(self) -> list[MutableMapping[str, Any]]:
-        """Namespaces and cells that hold them."""
+        """Namespaces and cells that hold them, as mappings."""
         named: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for (key, name), (variables, _) in self._of_modules.items():
             named.setdefault(key, (variables, []))[1].append(name)
-        cells = [Variable(cell) for cell, _ in self._of_functions.values()]
+        # A cell that is empty yet is left out: the enclosing function will assign it, and that must not be undone.
+        cells = [Variable(cell) for cell, held in self._of_functions.values() if held is not _MISSING]
         return [*(Chosen(*each) for each in named.values()), *cells]
 
     def values_of_now(self) -> list[Any]:
-        """What they hold by now."""
+        """Present values."""
         held = [variables.get(name) for (_, name), (variables, _) in self._of_modules.items()]
         return [*held, *(_contents(cell) for cell, _ in self._of_functions.values()), *self._of_classes]
 
     def written(self) -> list[MutableMapping[Any, Any]]:
-        """Those that the code itself writes to: global variables and those of enclosing functions, and attributes of
-        classes, modules and objects that it names."""
+        """Variables that the code itself writes to, as mappings.
+
+        These are global variables, those of enclosing functions, and attributes of classes, modules and objects that it
+        names.
+        """
         names: dict[int, tuple[dict[str, Any], set[str]]] = {}
         cells: dict[int, CellType] = {}
         attributes = set[str]()
@@ -151,7 +143,7 @@ class Variables:
         return found
 
     def _owners(self) -> list[Any]:
-        """Classes, modules and objects of the user's that are named."""
+        """Classes, modules and objects of the user that the code names."""
         owners: dict[int, Any] = {id(kind): kind for kind in self._classes}
         for value in self.values():
             is_named = isinstance(value, (type, ModuleType))
@@ -159,20 +151,9 @@ class Variables:
                 owners[id(value)] = value
         return list(owners.values())
 
-    def restore(self) -> None:
-        """Let all of them hold that again."""
-        for (_, name), (variables, held) in self._of_modules.items():
-            if held is _MISSING:
-                variables.pop(name, None)
-            elif variables.get(name, _MISSING) is not held:
-                variables[name] = held
-        for cell, held in self._of_functions.values():
-            if held is not _MISSING and _contents(cell) is not held:
-                cell.cell_contents = held
-
 
 def _function_of(value: Any) -> FunctionType | None:
-    """The function that a method, a partial or what wraps a function calls."""
+    """The function behind a method, a partial or a wrapper."""
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -181,13 +162,13 @@ def _function_of(value: Any) -> FunctionType | None:
 
 
 def _codes(code: CodeType) -> list[CodeType]:
-    """``code`` and that of functions inside of it."""
+    """``code`` and that of nested functions."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return [code, *(each for one in inner for each in _codes(one))]
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that ``code`` looks up, also in functions inside of it: of globals, and of attributes."""
+    """Names of globals and attributes that ``code`` and its nested functions look up."""
     return {name for each in _codes(code) for name in each.co_names}
 
 
@@ -200,7 +181,7 @@ def _contents(cell: CellType) -> Any:
 
 @final
 class Variable(MutableMapping[str, Any]):
-    """A variable of a closure, as a mapping."""
+    """Mapping view of a closure variable; empty while the variable is unassigned."""
 
     def __init__(self, cell: CellType) -> None:
         self.held_by = cell
@@ -227,7 +208,7 @@ class Variable(MutableMapping[str, Any]):
 
 @final
 class Chosen(MutableMapping[str, Any]):
-    """Some names of a namespace, which may have many."""
+    """Mapping view of some names of a namespace."""
 
     def __init__(self, held_by: dict[str, Any], names: Iterable[str]) -> None:
         self.held_by = held_by
@@ -251,7 +232,7 @@ class Chosen(MutableMapping[str, Any]):
 
 @final
 class ClassAttributes(MutableMapping[str, Any]):
-    """Some attributes of a class."""
+    """Mapping view of some attributes of a class; writes go through ``setattr``."""
 
     def __init__(self, held_by: type, names: Iterable[str]) -> None:
         self.held_by = held_by

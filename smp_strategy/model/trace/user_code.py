@@ -1,4 +1,4 @@
-"""Tells code and objects of the user from those of libraries."""
+"""Distinguish code and objects of the user from those of libraries."""
 
 import argparse
 import functools
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 __all__ = ["is_of_library", "is_own_object", "is_ours"]
 
-# Folders of libraries, of this environment or of others that it is made of.
+# Folders of libraries, in this environment or in one that it extends.
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-# Of libraries, but made of what the user has put there.
+# Library classes whose objects have only the attributes that the user gives them.
 _BARE = (SimpleNamespace, argparse.Namespace)
 
 
 def is_of_library(defined: type | FunctionType | ModuleType) -> bool:
-    """Whether it is defined in what is installed, in Python's own modules or in this package."""
+    """Whether it is defined in an installed package, in Python's standard library or in this package."""
     if isinstance(defined, ModuleType):
         return _is_installed(defined.__name__)
     if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
@@ -33,7 +33,7 @@ def is_ours(defined: type | FunctionType) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """Whether ``value`` is an object with attributes, of a class of the user's."""
+    """Whether ``value`` is an object with attributes, of a class that the user has defined."""
     if isinstance(value, _BARE):
         return True
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)

@@ -1,12 +1,12 @@
-"""What a call keeps for its backward, memory by memory, and what it would take to make it again.
+"""Cost types: counts of a call's kernels, saved bytes by storage, seconds by pass, and the link between stages.
 
-Bytes alone do not say what could be kept instead. A call that is computed again keeps its inputs; one that computes the
-cheap part again keeps the results of products, too. Nothing has to be computed again that comes after the last thing
-that backward needs: the product at the end of a block is never done twice.
+:class:`Effort` counts FLOPs, bytes and kernels, which a device model turns into the seconds of :class:`Work`
+(:mod:`~smp_strategy.model.trace.device_model`). Both are split into forward, input gradient and weight gradient, as a
+schedule may split them.
 
-How long things take: the work of a call, split as a schedule may split it, and the way between two stages.
-
-What a call has a device do, in counts: what a model of the device turns into seconds (:mod:`.machine`).
+:class:`SavedBytes` lists the saved storages one by one, since a recomputed call keeps others: its inputs, and under
+``recompute="cheap"`` the results of products, too. Kernels after the last tensor that backward needs do not run again:
+the product at the end of a block is never done twice.
 """
 
 from collections.abc import Iterable
@@ -16,59 +16,58 @@ __all__ = ["Effort", "Efforts", "SavedBytes", "Link", "StorageBytes", "Work"]
 
 
 class Effort(NamedTuple):
-    """What one pass has a device do."""
+    """Kernel costs of one pass."""
 
     flops: int = 0
-    """Floating-point operations of products of matrices and of convolutions; others do not count beside the bytes."""
+    """Floating-point operations of matrix products and convolutions; those of other kernels are negligible."""
     product_bytes: int = 0
     """Bytes that these products read and write."""
     other_bytes: int = 0
     """Bytes that all other kernels read and write."""
     kernels: int = 0
-    """Calls of the device."""
+    """Kernel launches."""
 
     def plus(self, other: "Effort") -> "Effort":
-        """Both, one after the other."""
+        """Sum of both."""
         return Effort(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Efforts(NamedTuple):
-    """What the passes of a call have a device do, split like :class:`~smp_strategy.model.trace.work.Work`."""
+    """Kernel costs of the passes of a call, split like :class:`Work`."""
 
     forward: Effort = Effort()
     input_gradient: Effort = Effort()
-    """The part of backward that the makers of the call's inputs wait for."""
+    """Part of backward that earlier calls wait for."""
     weight_gradient: Effort = Effort()
-    """The part of backward that nobody waits for but the optimizer."""
+    """Part of backward that only the optimizer waits for."""
 
 
 class StorageBytes(NamedTuple):
-    """One storage, however many tensors share it."""
+    """Size of one storage, however many tensors share it."""
 
     nbytes: int
     origin: Literal["input", "product", "other"]
-    """``input``: it is there before the call. ``product``: a product of matrices, a convolution or an attention has
-    made it."""
+    """``input``: existed before the call. ``product``: result of a matrix product, a convolution or an attention."""
     is_saved: bool = True
-    """Whether backward needs it; otherwise only who computes the call again does."""
+    """Whether backward needs it; otherwise only a recomputation does."""
 
 
 class SavedBytes(NamedTuple):
-    """All of one call."""
+    """Storages of one call that backward or a recomputation needs."""
 
     memories: tuple[StorageBytes, ...] = ()
     again: Effort = Effort()
-    """What it takes to make all of it again from the inputs."""
+    """Cost to recompute all of them from the inputs."""
     cheap: Effort = Effort()
-    """The part of that which is no product."""
+    """Part of that cost that is no product."""
 
     @property
     def saved_bytes(self) -> int:
-        """What backward needs."""
+        """Bytes that backward needs."""
         return sum(memory.nbytes for memory in self.memories if memory.is_saved)
 
     def nbytes(self, *, origins: Iterable[str], saved_only: bool = False) -> int:
-        """Bytes of the memories of some origins."""
+        """Bytes of the storages of some origins."""
         wanted = set(origins)
         return sum(
             memory.nbytes for memory in self.memories if memory.origin in wanted and memory.is_saved >= saved_only
@@ -80,26 +79,26 @@ class Work(NamedTuple):
 
     forward: float = 0.0
     input_gradient: float = 0.0
-    """The part of backward that earlier stages wait for."""
+    """Part of backward that earlier stages wait for."""
     weight_gradient: float = 0.0
-    """The part of backward that nobody waits for but the optimizer (Zero Bubble, arXiv:2401.10241)."""
+    """Part of backward that only the optimizer waits for (Zero Bubble, arXiv:2401.10241)."""
 
     @property
     def backward(self) -> float:
-        """Both parts."""
+        """Seconds of both parts."""
         return self.input_gradient + self.weight_gradient
 
     def scaled(self, factor: float) -> "Work":
-        """The same, taking ``factor`` times as long."""
+        """All seconds times ``factor``."""
         return Work(*(factor * seconds for seconds in self))
 
     def plus(self, other: "Work") -> "Work":
-        """Both, one after the other."""
+        """Sum of both."""
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Link(NamedTuple):
-    """What lies between two stages."""
+    """Connection between two stages."""
 
     latency: float
     """Seconds until the first byte of a message arrives."""
@@ -107,9 +106,9 @@ class Link(NamedTuple):
 
     @classmethod
     def instant(cls) -> Self:
-        """Messages that take no time."""
+        """A link whose messages take no time."""
         return cls(0.0, float("inf"))
 
     def seconds(self, nbytes: int) -> float:
-        """How long a message of ``nbytes`` is under way."""
+        """Seconds until a message of ``nbytes`` has arrived."""
         return self.latency + nbytes / self.bytes_per_second

@@ -7,8 +7,8 @@ reach are put back.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from smp_strategy.model.trace.fake_call import call as call_with
 from smp_strategy.model.trace.fake_call import imitate, stand_in, tensors_of
 from smp_strategy.model.trace.pytree import flatten, unflatten_call
 from smp_strategy.model.trace.saved_tensors import counting_saved
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.model.trace.undo_attributes import attributes_restored, refill
 from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.segments import Import, enter
@@ -197,17 +197,6 @@ def _made(spec: TensorSpec, device: torch.device) -> Tensor:
     return made
 
 
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def _untouched(module: nn.Module) -> Snapshot:
     parts = list(module.modules())
-    reached = [(container, _contents(container)) for container in reached_by_hooks(parts)]
-    try:
-        with attributes_restored(parts):
-            yield
-    finally:
-        for container, contents in reached:
-            refill(container, contents)
-
-
-def _contents(container: Any) -> Any:
-    return dict(container) if hasattr(container, "items") else list(container)
+    return Snapshot(modules=parts, containers=reached_by_hooks(parts))

@@ -1,1 +1,10 @@
-"""Layers that are split over the ranks of a tensor-parallel group."""
+"""Parallel layers: dense layers whose class is replaced in place. In reading order:
+
+* ``base``: ``SplitLayer``, conversion between dense and split; checks of dense layers.
+* ``linear``: column- and row-parallel linear layers, vocabulary-parallel head.
+* ``conv``: the same for convolutions, with groups.
+* ``embedding``: embeddings by rows or by columns.
+* ``attention``: attention weights of some of the heads.
+
+Their ``forward`` is in ``region``; ``nn.MultiheadAttention`` is in ``plan.torch_layers``.
+"""

@@ -1,8 +1,7 @@
-"""An attention of which a rank has some heads, as the code around it sees it.
+"""Attention with some of the heads: its attention weights appear as those of all heads.
 
-It says how much each position looks at each other one, for each head. Models hand that out where they are asked to
-(``output_attentions``), and so should be that of all heads: it is a split tensor, whose parts are put together if
-somebody looks.
+Models return attention weights on request (``output_attentions``), with an entry for each head. They are returned as a
+split tensor, which is gathered only if code reads it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,8 @@ class SomeHeads(SplitLayer):
     """An attention whose projections are split by heads.
 
     Attributes:
-        weights_at: where in the result of the dense attention its weights are: [batch, head, query, key].
+        weights_at: Position of the attention weights [batch, head, query, key] in the result of the dense
+            attention.
     """
 
     weights_at: int
@@ -33,20 +33,20 @@ class SomeHeads(SplitLayer):
         """Change ``layer`` in place.
 
         Args:
-            layer: an attention.
-            group: the ranks that have the heads.
-            sizes: attributes of the layer, as they are from now on.
-            weights_at: see the class.
+            layer: An attention.
+            group: Ranks that have the heads.
+            sizes: New values of attributes of the layer.
+            weights_at: See the class.
 
         Raises:
-            CannotSplit: its results cannot be changed.
+            CannotSplit: Its results cannot be changed.
         """
         if "forward" in vars(layer):
             raise CannotSplit(f"the forward of this {type(layer).__name__} has been replaced")
         return cls._split(layer, group, {}, sizes, {"weights_at": weights_at})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the dense attention computes."""
+        """Result of the dense attention, with split attention weights."""
         result = type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         at = self.weights_at
         if not isinstance(result, tuple) or len(result) <= at or not isinstance(result[at], Tensor):

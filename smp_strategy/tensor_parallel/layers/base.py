@@ -1,16 +1,14 @@
-"""Layers that a rank holds a part of, and what they were before.
+"""``SplitLayer``: base of layers that are split in place, and can be made dense again.
 
-A layer is split in place. The module stays the same object, under its name and with its hooks; its class becomes a
-subclass of the class it had, so ``isinstance`` says what it said. Its parameters stay the same objects with smaller
-values, so an optimizer that has them goes on with them. Attributes that tell sizes tell those of the part.
-:meth:`SplitLayer.to_dense` turns all of that back.
+The module stays the same object, under its name and with its hooks; its class becomes a subclass of the class it had,
+so ``isinstance`` gives the same answers. Its parameters stay the same objects with smaller values, so optimizers keep
+working. Attributes with sizes have those of the part. :meth:`SplitLayer.to_dense` reverts all of that.
 
-Code of the layer's own (a ``forward`` of a subclass, weights that are computed from others) was written for whole
+Custom code of a layer (a ``forward`` of a subclass, weights that are computed from others) was written for whole
 weights. Such layers are refused, with the reason.
 
-A layer that is the same on all ranks, but gets parts: the norm of each head's queries, say.
-
-Each rank sees what its own heads do to the parameters. Their gradients must be added up, or ranks would go apart.
+:class:`AmongParts` is a layer that is the same on all ranks but gets parts, such as the norm of each head's queries:
+each rank sees only what its own heads do to the parameters, so their gradients are summed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,23 +20,23 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.autograd_collectives import copy
-from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["AmongParts", "CannotSplit", "SplitLayer", "check_plain", "cut_evenly"]
 
 
 class CannotSplit(Exception):
-    """Why a layer stays whole; the text stands in reports behind the layer's name."""
+    """Reason why a layer stays whole; reports show the text after the layer's name."""
 
 
 class SplitLayer(nn.Module):
-    """See the module docstring. Made of dense layers only, by ``from_dense`` of subclasses.
+    """A layer of which this rank has a part. Made from dense layers by ``from_dense`` of subclasses.
 
     Attributes:
-        group: the ranks that have the parts.
-        cuts: how parameters are divided, by their names in this layer; others are the same on all ranks.
+        group: Ranks that have the parts.
+        cuts: Cuts of parameters, by their names in this layer; other parameters are the same on all ranks.
     """
 
     group: TensorGroup
@@ -55,14 +53,14 @@ class SplitLayer(nn.Module):
         sizes: Mapping[str, int],
         settings: Mapping[str, Any],
     ) -> Self:
-        """Make ``layer`` one of this class, all or nothing.
+        """Turn ``layer`` into this class, all or nothing.
 
         Args:
-            layer: that has passed :func:`check_plain`.
-            group: see the class.
-            cuts: see the class.
-            sizes: attributes of the layer, as they are from now on.
-            settings: attributes of this class.
+            layer: Dense layer that has passed :func:`check_plain`.
+            group: See the class.
+            cuts: See the class.
+            sizes: New values of attributes of the layer.
+            settings: Attributes of this class.
         """
         for name, cut in cuts.items():
             length = layer._parameters[name].shape[cut.dim]  # type: ignore[union-attr]
@@ -80,7 +78,10 @@ class SplitLayer(nn.Module):
         return layer
 
     def to_dense(self) -> nn.Module:
-        """Be what it was before, in place; all ranks of the group call it. Gradients of what was cut are dropped."""
+        """Make the layer dense again, in place; all ranks of the group call it.
+
+        Gradients of cut parameters are dropped.
+        """
         for name, cut in self.cuts.items():
             _join_in_place(self._parameters[name], cut, self.group)
         for name, size in self._whole_sizes.items():
@@ -91,7 +92,7 @@ class SplitLayer(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # A part must not be taken for the whole. Where hooks run it is the whole by the time its size is told.
+        # A part must not be mistaken for the whole. In hooks the parameter is whole by the time its size is read.
         for name, cut in self.cuts.items():
             parameter = self._parameters[name]
             if not keep_vars and parameter is not None and parameter.shape[cut.dim] != cut.length:
@@ -104,15 +105,15 @@ class SplitLayer(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
-        """What the dense layer says of itself, with the sizes of the part."""
+        """Text of the dense layer, with the sizes of the part."""
         return f"{super().extra_repr()}, rank {self.group.rank} of {self.group.size}".removeprefix(", ")
 
 
 def check_plain(layer: nn.Module, kind: type, parameters: Sequence[str] = ("weight", "bias")) -> None:
-    """Refuse a ``layer`` that computes something else than ``kind`` does, or with other things than its parameters.
+    """Refuse a ``layer`` that computes something else than ``kind``, or with other values than its parameters.
 
     Raises:
-        CannotSplit: with the reason.
+        CannotSplit: With the reason.
     """
     if isinstance(layer, SplitLayer):
         raise CannotSplit("it is split already")
@@ -130,7 +131,7 @@ def cut_evenly(dim: int, length: int, group: TensorGroup, *, num_blocks: int = 1
     """:meth:`Cut.evenly` for the ranks of ``group``.
 
     Raises:
-        CannotSplit: there are too few parts.
+        CannotSplit: The length cannot be divided.
     """
     try:
         return Cut.evenly(dim, length, group.size, num_blocks=num_blocks, granule=granule)
@@ -140,15 +141,15 @@ def cut_evenly(dim: int, length: int, group: TensorGroup, *, num_blocks: int = 1
 
 @cache
 def _subclass(split: type[SplitLayer], dense: type[nn.Module]) -> type[SplitLayer]:
-    """Both; one class for each pair, which tests and ``torch.compile`` can rely on."""
-    # A graph has no collectives in it: compiled code calls these layers.
+    """Subclass of both; one class per pair, because tests and ``torch.compile`` rely on identity."""
+    # Compiled graphs contain no collectives: compiled code calls these layers eagerly.
     forward = torch.compiler.disable(split.forward)
     return type(split.__name__, (split, dense), {"_dense": dense, "forward": forward, "__module__": split.__module__})
 
 
 @torch.no_grad()
 def _cut_in_place(parameter: Tensor | None, cut: Cut, rank: int) -> None:
-    # A tied parameter comes here with each of its layers.
+    # A tied parameter comes here once for each of its layers.
     if parameter is None or parameter.shape[cut.dim] != cut.length:
         return
     gradient, parameter.grad = parameter.grad, None
@@ -168,23 +169,23 @@ def _join_in_place(parameter: Tensor | None, cut: Cut, group: TensorGroup) -> No
 
 
 class AmongParts(SplitLayer):
-    """A layer whose parameters have their gradients added up over the ranks."""
+    """A whole layer inside a region, whose parameters' gradients are all-reduced."""
 
     @classmethod
     def from_dense(cls, layer: nn.Module, group: TensorGroup) -> Self:
         """Change ``layer`` in place.
 
         Raises:
-            CannotSplit: its parameters are those of layers in it.
+            CannotSplit: Its parameters belong to layers in it.
         """
         if any(layer.children()):
             raise CannotSplit("it is made of other layers")
         return cls._split(layer, group, {}, {}, {})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the dense layer computes."""
+        """Result of the dense layer."""
         own = self._parameters
-        # Its code asks for `self.weight`.
+        # The dense code reads `self.weight`, so the copies stand in for the parameters.
         vars(self)["_parameters"] = {
             name: None if parameter is None else copy(parameter, self.group) for name, parameter in own.items()
         }

@@ -1,8 +1,7 @@
-"""Convolutions of which each rank has some output channels, or some input channels.
+"""Column- and row-parallel convolutions: each rank has some output channels, or some input channels.
 
-They are linear layers whose features are channels. A convolution in groups has channels of its own for each group, so
-ranks have groups: a rank reads the channels of its groups, and computes theirs. Where it stands inside a region, its
-input is split like that already, and nothing is sent.
+They are linear layers whose features are channels. A grouped convolution is split by groups: a rank reads the channels
+of its groups, and computes theirs. Inside a region its input is split like that already, and nothing is sent.
 """
 
 from typing import Any, Self
@@ -24,7 +23,7 @@ class ColumnParallelConv(ColumnParallelLayer):
     """A convolution (``nn.Conv1d``, ``Conv2d`` or ``Conv3d``) with some of the output channels.
 
     Attributes:
-        is_inside: whether its input is split already.
+        is_inside: Whether its input is split already.
     """
 
     is_inside: bool
@@ -47,15 +46,12 @@ class ColumnParallelConv(ColumnParallelLayer):
 
         Args:
             layer: ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
-            group: the ranks that get the parts.
-            granule: channels that stay together.
-            gather_output: see the class.
-            shares_input: see the class.
-            is_inside: see the class; it must have groups then.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            granule: Number of channels that stay together.
+            gather_output, shares_input, is_inside, randomness: See the class; ``is_inside`` requires groups.
 
         Raises:
-            CannotSplit: it is another layer, or has too few channels or groups.
+            CannotSplit: It is another layer, or has too few channels or groups.
         """
         conv = _checked(layer)
         if is_inside and conv.groups == 1:
@@ -110,13 +106,12 @@ class RowParallelConv(RowParallelLayer):
 
         Args:
             layer: ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
-            group: the ranks that get the parts.
-            granule: channels that stay together.
-            splits_input: see the class.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            granule: Number of channels that stay together.
+            splits_input, randomness: See the class.
 
         Raises:
-            CannotSplit: it is another layer, has groups, or too few channels.
+            CannotSplit: It is another layer, has groups, or too few channels.
         """
         conv = _checked(layer)
         if conv.groups > 1:

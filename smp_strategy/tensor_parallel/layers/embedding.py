@@ -1,11 +1,10 @@
-"""Embeddings of which each rank has some rows, or some columns.
+"""Parallel embeddings: each rank has some rows (vocabulary), or some columns (hidden features).
 
-With some *rows* (words of the vocabulary) a rank looks up what it has and adds zeros for the rest; the sum is what one
-embedding finds. With some *columns* each rank looks up everything, and the results stand side by side.
+With some *rows* (words of the vocabulary) a rank looks up its own and adds zeros for the rest; the sum over the ranks
+is the embedding. With some *columns* each rank looks up everything, and the results are concatenated.
 
-Embeddings of Hugging Face that multiply what they look up by a number: Gemma's, Bart's and their kin.
-
-They have a ``forward`` of their own, which does just that; a class is known by its name and by what its code asks for.
+Some embeddings of Hugging Face (Gemma's, Bart's) multiply the result by a number, in a ``forward`` of their own. Such a
+class is recognised by its name and by the names that its code uses.
 """
 
 from typing import Any, Self
@@ -36,7 +35,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         """Split ``layer``, an ``nn.Embedding``, in place over the ranks of ``group``.
 
         Raises:
-            CannotSplit: it is another layer, too small, or has an option that needs whole rows in one place.
+            CannotSplit: It is another layer, too small, or has an option that needs whole rows in one place.
         """
         layer = _checked(layer)
         if layer.scale_grad_by_freq:
@@ -45,12 +44,12 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         return cls._split(layer, group, {"weight": cut}, {"num_embeddings": cut.length_of(group.rank)}, {})
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The same on all ranks."""
+        """Embeddings of ``tokens``, the same on all ranks."""
         (lengths,) = self.cuts["weight"].blocks
         start = sum(lengths[: self.group.rank])
         local = tokens - start
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        # Tokens that no rank has are not elsewhere: they are refused as ever.
+        # Tokens outside the vocabulary are not masked: `F.embedding` refuses them as in the dense layer.
         elsewhere &= (tokens >= 0) & (tokens < sum(lengths))
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < self.num_embeddings:
@@ -63,7 +62,7 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
     """An embedding with some of the columns.
 
     Attributes:
-        gather_output: whether the result has the columns of all ranks, and all go on alike.
+        gather_output: Whether the columns of all ranks are gathered, for code that is the same on all.
     """
 
     gather_output: bool
@@ -73,7 +72,7 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
         """Split ``layer``, an ``nn.Embedding``, in place over the ranks of ``group``.
 
         Raises:
-            CannotSplit: it is another layer, too small, or has an option that needs whole rows in one place.
+            CannotSplit: It is another layer, too small, or has an option that needs whole rows in one place.
         """
         layer = _checked(layer)
         cut = cut_evenly(1, layer.embedding_dim, group)
@@ -81,7 +80,7 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
         return cls._split(layer, group, {"weight": cut}, {"embedding_dim": cut.length_of(group.rank)}, settings)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The same on all ranks where it is gathered, else this rank's columns."""
+        """Embeddings of ``tokens``: the same on all ranks if gathered, else this rank's columns."""
         (lengths,) = self.cuts["weight"].blocks
         found = F.embedding(tokens, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return found if not self.gather_output else gather(found, self.group, -1, lengths)
@@ -102,7 +101,7 @@ _ASKED_FOR = {"super", "forward", "embed_scale", "to", "weight", "dtype"}
 
 
 def is_scaled_embedding(layer: nn.Module) -> bool:
-    """Whether ``layer`` looks up and multiplies, and does nothing else."""
+    """Whether ``layer`` is an embedding of Hugging Face that multiplies its result by a number."""
     kind = type(layer)
     if not (isinstance(layer, nn.Embedding) and kind.__module__.startswith("transformers.")):
         return False
@@ -111,7 +110,7 @@ def is_scaled_embedding(layer: nn.Module) -> bool:
 
 
 class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
-    """One of those with some of the rows."""
+    """A scaled embedding with some of the rows."""
 
     embed_scale: Any
 
@@ -120,13 +119,13 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
         """Split ``layer`` in place over the ranks of ``group``.
 
         Raises:
-            CannotSplit: it is too small.
+            CannotSplit: It is too small.
         """
         assert isinstance(layer, nn.Embedding)
         cut = cut_evenly(0, layer.num_embeddings, group)
         return cls._split(layer, group, {"weight": cut}, {"num_embeddings": cut.length_of(group.rank)}, {})
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The same on all ranks."""
+        """Scaled embeddings of ``tokens``, the same on all ranks."""
         scale = self.embed_scale
         return super().forward(tokens) * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)

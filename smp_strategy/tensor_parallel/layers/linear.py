@@ -1,15 +1,13 @@
-"""Linear layers of which each rank has some outputs, or some inputs.
+"""Column- and row-parallel linear layers, and the vocabulary-parallel head.
 
-In backward the gradient of a column-parallel layer's input is added up over the ranks. The gradient of its weight does
-not need that sum, and is computed while it is under way (:class:`_Columns`). Where several column-parallel layers read
-one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.tensor_parallel.region_boundary`).
+In backward the gradient of a column-parallel layer's input is all-reduced. The gradient of its weight does not need
+that sum, and is computed while it is under way (:class:`_Columns`). If several column-parallel layers read one tensor,
+they share one all-reduce instead (:mod:`~smp_strategy.tensor_parallel.region_boundary`).
 
-Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
+Besides ``nn.Linear``, GPT-2's ``Conv1D`` of Hugging Face is supported: a linear layer with its weight transposed.
 
-The layer that makes scores for the tokens of a vocabulary, of which each rank has some.
-
-Its result is a split tensor: losses exchange two numbers of each token, and nobody puts the scores together unless
-somebody looks at them.
+The result of :class:`VocabParallelHead`, which computes scores for the tokens of a vocabulary, is a split tensor:
+losses exchange two numbers per token, and the scores are gathered only if other code reads them.
 """
 
 from collections.abc import Sequence
@@ -21,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.weight_gradient_formula import WeightGradientFormula, WeightGradientKind
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, copy
-from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
@@ -57,16 +55,14 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
         Args:
             layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
-            group: the ranks that get the parts.
-            num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
-            granule: outputs that stay together (the size of an attention head).
-            gather_output: see the class.
-            looks_whole: see the class; of one block.
-            shares_input: see the class.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            num_blocks: Number of fused layers of one size, each of which is split by itself (queries, keys and
+                values: 3).
+            granule: Number of outputs that stay together (the size of an attention head).
+            gather_output, looks_whole, shares_input, randomness: See the class; ``looks_whole`` requires one block.
 
         Raises:
-            CannotSplit: it is another layer, or too small.
+            CannotSplit: It is another layer, or too small.
         """
         form = _form_of(layer)
         cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
@@ -77,7 +73,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
             "gather_output": gather_output,
             "looks_whole": looks_whole,
             "shares_input": shares_input,
-            # A split tensor knows what is drawn for parts, and what for the whole.
+            # A split tensor itself decides which numbers are drawn per part and which for the whole.
             "randomness": None if gather_output or looks_whole else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
@@ -115,14 +111,13 @@ class RowParallelLinear(RowParallelLayer):
 
         Args:
             layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
-            group: the ranks that get the parts.
-            num_blocks: blocks of inputs of one size, each of which is split by itself.
-            granule: inputs that stay together (the size of an attention head).
-            splits_input: see the class.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            num_blocks: Number of blocks of inputs of one size, each of which is split by itself.
+            granule: Number of inputs that stay together (the size of an attention head).
+            splits_input, randomness: See the class.
 
         Raises:
-            CannotSplit: it is another layer, or too small.
+            CannotSplit: It is another layer, or too small.
         """
         form = _form_of(layer)
         cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
@@ -141,8 +136,11 @@ class RowParallelLinear(RowParallelLayer):
 
 
 def _linear_of_its_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, whose result with a bias is a view: no sum can be taken in it in place, and autograd Functions must
-    not return one that code after them changes (``nn.ReLU(inplace=True)``)."""
+    """``F.linear`` whose result is no view.
+
+    With a bias the result of ``F.linear`` is a view: it cannot be summed in place, and an autograd Function must not
+    return a view that later code changes (``nn.ReLU(inplace=True)``).
+    """
     if bias is None:
         return F.linear(x, weight)
     rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -150,12 +148,12 @@ def _linear_of_its_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Form(NamedTuple):
-    """How a dense layer has its weight."""
+    """Layout of a dense layer's weight."""
 
     out_dim: int
-    """The dim of the outputs; the inputs have the other one."""
+    """Dim of the outputs; the other one is that of the inputs."""
     outputs: str
-    """The attribute with their number."""
+    """Name of the attribute with the number of outputs."""
     inputs: str
 
 
@@ -163,7 +161,7 @@ def _form_of(layer: nn.Module) -> _Form:
     if isinstance(layer, nn.Linear):
         check_plain(layer, nn.Linear)
         return _Form(0, "out_features", "in_features")
-    # Known by its name: the package works without transformers.
+    # Recognised by name: the package works without transformers.
     for kind in type(layer).__mro__:
         if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
             check_plain(layer, kind)
@@ -173,7 +171,7 @@ def _form_of(layer: nn.Module) -> _Form:
 
 @final
 class _Columns(torch.autograd.Function):
-    """A product of matrices whose input has its gradients added up while the weight's is computed."""
+    """Matrix product whose input gradient is all-reduced while the weight gradient is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
@@ -188,7 +186,7 @@ class _Columns(torch.autograd.Function):
         rows = gradients[0].reshape(-1, len(weight))
         of_x = rows.mm(weight) if ctx.needs_input_grad[0] else None
         work = None
-        if torch.is_grad_enabled():  # somebody wants second derivatives
+        if torch.is_grad_enabled():  # second derivatives
             of_x, x = None if of_x is None else add_up(of_x, ctx.group), copy(x, ctx.group)
         elif of_x is not None:
             work = ctx.group.start_sum(of_x)
@@ -208,7 +206,7 @@ class _Columns(torch.autograd.Function):
 
 
 def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of all parts of a tensor, of which only this rank's is kept."""
+    """Product of a gathered input of which only this rank's part is saved."""
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(came_in.whole, weight, bias)
     bias = None if bias is None else as_computed(bias)
@@ -220,7 +218,7 @@ def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> 
 
 @final
 class _ColumnsOfParts(torch.autograd.Function):
-    """A product of matrices whose input is put together again in backward."""
+    """Matrix product whose input is gathered again in backward."""
 
     @staticmethod
     def forward(
@@ -244,7 +242,7 @@ class _ColumnsOfParts(torch.autograd.Function):
 
 
 def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:
-    """Of the weight (1) and the bias (2), as autograd computes them: the weight's has the layout of the weight."""
+    """Gradients of the weight (1) and the bias (2) as autograd computes them: in the memory layout of the weight."""
     rows, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
     found = {}
     if 1 in inputs:
@@ -255,9 +253,9 @@ def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tenso
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """A linear layer whose outputs are tokens of a vocabulary."""
+    """A linear layer whose outputs are the tokens of a vocabulary."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of all tokens."""
+        """Scores of all tokens, as a split tensor."""
         (lengths,) = self.cuts["weight"].blocks
         return SplitTensor.from_part(super().forward(x), self.group, -1, lengths)

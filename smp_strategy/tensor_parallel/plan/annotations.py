@@ -1,16 +1,15 @@
-"""Which modules the user wants to be split, said by hand.
+"""``set_tensor_parallelism``, ``tensor_parallelism``: the user includes modules in the split, or excludes them.
 
-There are two ways, with the names that SageMaker gives them::
+Both have the names of SageMaker's library::
 
     smp_strategy.set_tensor_parallelism(model.head, False)     # a module and everything in it now
 
     with smp_strategy.tensor_parallelism():                    # every module that is created in here
         self.encoder = Encoder()
 
-The later note replaces the earlier one, so contexts may be nested (the innermost wins) and single layers named
-after the whole. A module without a note follows the one that holds it. Where nothing is said, everything is split that
-can be; where a module is enabled by hand that is not inside of a disabled one, only what is enabled. Copies of a module
-keep its note.
+A later call overrides an earlier one, so contexts may be nested (the innermost wins) and single layers set after the
+whole model. A module without a setting follows its parent. Without any setting, everything that can be split is; if a
+module outside of a disabled one is enabled, only enabled modules are. Copies of a module keep its setting.
 """
 
 from collections.abc import Mapping
@@ -30,12 +29,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def set_tensor_parallelism(module: Module, enabled: bool = True) -> Module:
-    """Say whether ``module``, and everything that it holds now, is to be split; returns ``module``.
+    """Enable or disable the split of ``module`` and everything that it contains now; returns ``module``.
 
-    What is said later wins, whichever way.
+    A later call, or a later ``tensor_parallelism`` context, overrides this one.
 
     Raises:
-        ConfigError: ``enabled`` is neither true nor false.
+        ConfigError: ``enabled`` is not a bool.
     """
     _check(enabled)
     _ENABLED.leave_on(module, enabled)
@@ -43,23 +42,25 @@ def set_tensor_parallelism(module: Module, enabled: bool = True) -> Module:
 
 
 def tensor_parallelism(enabled: bool = True) -> AbstractContextManager[None]:
-    """Say whether all modules that are created inside are to be split. Contexts may be nested: the innermost wins.
+    """Context that enables or disables the split of all modules created in it.
+
+    Contexts may be nested: the innermost wins.
 
     Raises:
-        ConfigError: ``enabled`` is neither true nor false.
+        ConfigError: ``enabled`` is not a bool.
     """
     _check(enabled)
     return _ENABLED.on_new(enabled)
 
 
 def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The modules that are not to be split by what the user has said, with the reason.
+    """Modules that the user's settings exclude, with the reason.
 
     Args:
-        modules: all modules by qualified name, those that hold others first.
+        modules: All modules by qualified name, parents first.
     """
     notes: dict[str, bool] = {}
-    # What is said of the outermost module around that something is said of.
+    # Setting of the outermost ancestor that has one.
     outermost: dict[str, bool] = {}
     for name, module in modules.items():
         around = name.rpartition(".")[0]

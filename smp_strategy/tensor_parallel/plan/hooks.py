@@ -1,8 +1,8 @@
-"""Hooks of the user's that would see parts: their layers stay whole.
+"""User hooks that would see parts of tensors; their layers stay whole.
 
-A hook on a gradient (``layer.weight.register_hook``) was written for that of the whole weight, one on a layer for whole
-activations. Between the layers of a pair that was found activations look whole (:attr:`SplitKind.looks_whole`), and so
-they do outside of layers that gather and cut; inside a block of a known model they are parts.
+A hook on a gradient (``layer.weight.register_hook``) expects that of the whole weight, a hook on a layer whole
+activations. Between the layers of an observed pair activations look whole (:attr:`SplitKind.looks_whole`), and so they
+do outside of layers that gather their output or cut their input; inside a block of a known model they are parts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hook_problem(block: LayerBlock, modules: Mapping[str, nn.Module]) -> str | None:
-    """Why ``block`` cannot be split because of hooks, or ``None``.
+    """Reason why hooks prevent the split of ``block``, or ``None``.
 
     Args:
-        block: what is to be split.
-        modules: all modules by qualified name.
+        block: Block to be split.
+        modules: All modules by qualified name.
     """
     for layer, how in block.layers.items():
         for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
@@ -37,7 +37,7 @@ def hook_problem(block: LayerBlock, modules: Mapping[str, nn.Module]) -> str | N
 
 
 def _are_users(hooks: Mapping[int, Any] | None) -> bool:
-    """Whether one of ``hooks`` is not this package's own, which knows what parts are."""
+    """Whether one of ``hooks`` is not this package's own, which can handle parts."""
     modules = [str(getattr(hook, "__module__", "")) for hook in (hooks or {}).values()]
     return any(module.partition(".")[0] != "smp_strategy" for module in modules)
 
@@ -49,7 +49,7 @@ def _among_parts(block: LayerBlock, modules: Mapping[str, nn.Module]) -> Iterato
         return
     yield from region
     others = [name for name in modules if _is_in(name, block) and name not in block.layers]
-    # Activations and dropout: modules without parameters that stand beside the layers of the block.
+    # Activations and dropout: modules without parameters, children of the same modules as the layers of the block.
     homes = {name.rpartition(".")[0] for name in region}
     for name in others:
         if name.rpartition(".")[0] in homes and next(modules[name].parameters(), None) is None:

@@ -1,14 +1,14 @@
-"""What is known of models of Hugging Face: which of their layers are split how.
+"""Plans for Hugging Face models: which of their layers are split how.
 
-Two things are known. Our own table has for a class the names of its layers and how they are cut, which attribute
-holds the size of a head, and which attributes hold numbers that are smaller on a part (``self.num_heads`` in a ``view``
-is to be that of this rank's heads). And many models bring a plan of their own (``base_model_tp_plan`` in their
-configuration, ``_tp_plan``), which names layers that can be split by columns and by rows; what they compute in between
-goes by the sizes of the tensors. The table goes first: it knows of fused projections, of which the plans say nothing.
-Parameters among the parts of which neither says anything (a learned activation) are a reason to leave a block whole.
+There are two sources. Our own table maps class names to the names of their layers and their split kinds, the attribute
+with the size of a head, and the attributes whose numbers are smaller on a part (``self.num_heads`` in a ``view`` must
+be that of this rank's heads). And many models bring a plan of their own (``base_model_tp_plan`` in their configuration,
+``_tp_plan``), which names layers to split by columns and by rows; the code in between follows the sizes of the tensors.
+The table takes precedence: it knows fused projections, which the plans do not describe. A block stays whole if
+parameters among the parts (a learned activation) are in neither source.
 
-The library is not imported: classes are known by their names and by the package that they come from. A class with a
-``forward`` of its own is another class, whatever it inherits from.
+The library is not imported: classes are recognised by their names and their package. A class with a ``forward`` of its
+own is another class, whatever it inherits from.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,12 +26,12 @@ __all__ = ["family_blocks", "is_from_transformers", "vocabulary_blocks"]
 @final
 @dataclass(frozen=True)
 class _Layer:
-    """How a layer of a family is split."""
+    """Split of one layer of a family."""
 
     style: str
     num_blocks: int = 1
     heads: int = 1
-    """Of how many heads' features a granule is made."""
+    """Number of heads whose features form a granule."""
 
 
 @final
@@ -42,15 +42,15 @@ class _Family:
     classes: str
     """Their names."""
     layers: Mapping[str, _Layer]
-    """By name in the module; those that it does not have are left out."""
+    """Layers by name in the module; missing ones are skipped."""
     head: str | None = None
-    """The attribute with the number of features of a head, in attentions."""
+    """Attribute with the number of features of a head, in attentions."""
     divided: tuple[str, ...] = ()
     """Attributes that are divided by the number of ranks."""
     weights_at: int = 1
-    """Where in the result of an attention its weights are."""
+    """Position of the attention weights in the result of an attention."""
     bond: str | None = None
-    """Class of the module around, in which all of these are split together: they hand parts to each other."""
+    """Class of the ancestor in which all of these are split together, because they pass parts to each other."""
 
 
 _COLUMN, _ROW, _INSIDE = _Layer("column"), _Layer("row"), _Layer("inside")
@@ -73,7 +73,7 @@ _FAMILIES = (
     ),
     _Family("GPT2MLP GPTNeoMLP", {"c_fc": _COLUMN, "c_proj": _ROW}),
     _Family("GPTNeoSelfAttention", {**_QKV, "out_proj": _ROW}, "head_dim", ("num_heads",)),
-    # Queries, keys and values of a head stand together.
+    # Queries, keys and values of a head are adjacent.
     _Family("GPTNeoXAttention", {"query_key_value": _Layer("column", heads=3), "dense": _ROW}, "head_size"),
     _Family("GPTNeoXMLP", {"dense_h_to_4h": _COLUMN, "dense_4h_to_h": _ROW}),
     _Family("GPTJAttention", {**_QKV, "out_proj": _ROW}, "head_dim", ("num_attention_heads",)),
@@ -115,7 +115,7 @@ _FAMILIES = (
 )
 _BY_CLASS = {name: family for family in _FAMILIES for name in family.classes.split()}
 
-# The words of the models' own plans.
+# Vocabulary of the models' own plans.
 _PLANNED = {
     "colwise": SplitKind("column"),
     "rowwise": SplitKind("row"),
@@ -127,12 +127,12 @@ _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 
 
 def is_from_transformers(module: nn.Module) -> bool:
-    """Whether ``module`` is of a class of Hugging Face, or of one that inherits from it."""
+    """Whether the class of ``module`` is, or inherits from, one of Hugging Face."""
     return any(kind.__module__.split(".")[0] == "transformers" for kind in type(module).__mro__)
 
 
 def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
-    """What is known of the models in ``modules``, which has all modules by qualified name."""
+    """Blocks of known models in ``modules``, which maps all qualified names."""
     bonds = _bonds(modules)
     for name, module in modules.items():
         family = _BY_CLASS.get(_class_of_forward(module))
@@ -145,7 +145,7 @@ def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
 
 
 def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
-    """The embeddings of tokens of models in ``modules``, and the layers that make scores for tokens."""
+    """Blocks of token embeddings and of layers that compute scores for tokens, in models in ``modules``."""
     seen: set[int] = set()
     for name, module in modules.items():
         if not is_from_transformers(module):
@@ -172,7 +172,7 @@ def _is_table(layer: Any) -> bool:
 
 
 def _asked(module: nn.Module, method: str) -> Any:
-    """What a model says of its embeddings; many have none, and say so in different ways."""
+    """Embeddings that a model returns from ``method``; many have none, and say so in different ways."""
     ask = getattr(module, method, None)
     try:
         return ask() if callable(ask) else None
@@ -235,7 +235,7 @@ def _joined(name: str, relative: str) -> str:
 
 
 def _bonds(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The module around each that is bonded to others in it."""
+    """For each bonded module, the name of the ancestor that defines the bond."""
     found = {}
     for name, module in modules.items():
         family = _BY_CLASS.get(type(module).__name__)
@@ -248,7 +248,7 @@ def _bonds(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _plan_of_base(module: nn.Module) -> dict[str, str]:
-    """The plan in the configuration of a model, which is for the model without a head."""
+    """Plan in the configuration of a model, which is for the model without a head."""
     if not is_from_transformers(module) or getattr(module, "base_model", None) is not module:
         return {}
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
@@ -256,13 +256,13 @@ def _plan_of_base(module: nn.Module) -> dict[str, str]:
 
 
 def _plan_of_class(module: nn.Module) -> dict[str, str]:
-    """What the class of a model adds for its head. What an object has under the same name is for all of it."""
+    """Plan of a model's class, which is for its head. The attribute of the object covers all of it."""
     plan = getattr(type(module), "_tp_plan", None) if is_from_transformers(module) else None
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
 def _planned_blocks(root: str, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> Iterator[LayerBlock]:
-    """The layers that ``plan`` names, by the module that holds them."""
+    """Blocks of the layers that ``plan`` names, by their parent module."""
     by_parent: dict[str, dict[str, str]] = {}
     for name in modules:
         if root and not name.startswith(f"{root}."):

@@ -1,17 +1,17 @@
-"""What is seen of linear layers while the step runs once: pairs of them, and who reads their weights.
+"""Observation of linear layers in one step: pairs that can be split, and readers of their weights.
 
-If all that reads the output of a linear layer is elementwise, and all that reads the result is another linear layer,
-the first one can be split by columns and the second by rows, and nobody notices: what lies between works on parts just
-as well. Several first layers may meet on the way (``silu(gate(x)) * up(x)``), if they are equally wide.
+If all readers of a linear layer's output are elementwise, and their result goes to another linear layer only, the first
+can be split by columns and the second by rows without any effect on the code between. Several first layers may meet on
+the way (``silu(gate(x)) * up(x)``), if they are equally wide.
 
-Every operation is looked at. A value is *on the way* from one or more first layers; an operation that is not known to
-be elementwise, that mixes it with a tensor which is not a mere number, or that asks for its shape, spoils the layers
-that it comes from. So does what still exists when the step is over: somebody has kept it, and may read it later. A
-layer has to be the same in all of its calls.
+Every operation is intercepted. A value is *on the way* from one or more first layers. An operation that is not known to
+be elementwise, that combines it with a tensor of more than one element, or that reads its shape, disqualifies the
+layers it comes from. So does a value that still exists when the step is over: code has kept it, and may read it later.
+A layer must behave the same in all of its calls.
 
-A weight that other code reads than the layer that has it (a head that multiplies by the table of an embedding) must
-stay whole, too: that code would take a part for the whole. A copy of a weight in another dtype, in which a unit
-computes in half precision, is the weight: who makes it reads nothing, and who reads it reads the weight.
+A weight that is read by other code than its layer's (a head that multiplies by the table of an embedding) must stay
+whole, too: that code would mistake a part for the whole. A cast copy of a weight, with which a unit computes in half
+precision, counts as the weight: making it is no read, but reading it is.
 """
 
 import gc
@@ -47,13 +47,13 @@ _ELEMENTWISE = frozenset(
     for home in (F, torch, Tensor, torch._C._nn, torch.special)
     if callable(function := getattr(home, name, None))
 )
-# Asked about a value, but not about what is in it, nor how wide it is.
+# Metadata reads that depend neither on a value's content nor on its width.
 _HARMLESS = frozenset(
     getter.__get__
     for name in ("dtype", "device", "requires_grad", "is_cuda", "is_nested", "ndim", "layout", "is_leaf", "grad_fn")
     if (getter := getattr(Tensor, name, None)) is not None and hasattr(getter, "__get__")
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__hash__}
-# What code may ask a weight without looking at it: also its size, which goes with those of activations that it meets.
+# Reads of a weight that do not count: also its size, which matches the activations that it meets.
 _NO_READS = _HARMLESS | HARMLESS
 _CASTS = frozenset({Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double})
 
@@ -70,15 +70,14 @@ class Pair:
 @final
 @dataclass(frozen=True)
 class ObservedLayers:
-    """What has been seen."""
+    """Observations of one step."""
 
     pairs: tuple[Pair, ...] = ()
     readers: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By ``id`` of a parameter the modules whose code has read it."""
+    """Modules whose code has read a parameter, by its ``id``."""
 
     def after(self, before: "ObservedLayers") -> "ObservedLayers":
-        """What counts for layers that were split after ``before`` and are to be split in the same way: its pairs, and
-        whoever has read a weight in either."""
+        """Observations for repeating a split made after ``before``: its pairs, and the readers from both."""
         keys = self.readers.keys() | before.readers.keys()
         none = frozenset[str]()
         return ObservedLayers(
@@ -87,11 +86,11 @@ class ObservedLayers:
 
 
 def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> ObservedLayers:
-    """Run the step, and look.
+    """Run the step once and observe it.
 
     Args:
-        modules: all modules by qualified name.
-        run_step: computes the loss with them; it is run once, without gradients.
+        modules: All modules by qualified name.
+        run_step: Computes the loss with them; called once, without gradients.
     """
     mode = _Watch(modules)
     handles = [
@@ -102,7 +101,7 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Obse
             module.register_forward_hook(lambda *_: mode.leave(), always_call=True),
         )
     ]
-    # PyTorch's transformers have a short cut for inference, which calls no layers.
+    # The fast path of PyTorch's transformers calls no layers.
     has_short_cut = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -117,7 +116,7 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Obse
 
 
 def read_by_others(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> set[int]:
-    """The ``id`` of each parameter that other code reads than that of the module which has it."""
+    """The ``id`` of each parameter that is read by other code than that of its module."""
     readers = watch(modules, run_step).readers.items()
     return {key for key, names in readers if any(key not in _own(modules[name]) for name in names)}
 
@@ -127,8 +126,10 @@ def _own(module: nn.Module) -> set[int]:
 
 
 def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[LayerBlock]:
-    """Blocks of those of ``pairs`` that are worth it: where it gets narrower in between (an adapter) there is little to
-    compute, and as much to send as ever."""
+    """Blocks of the ``pairs`` that are worth it.
+
+    A pair that gets narrower in between (an adapter) has little to compute, and as much to send as any.
+    """
     found = []
     for pair in pairs:
         sizes = [linear_sizes(modules[name]) for name in pair.columns]
@@ -144,7 +145,7 @@ def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at every operation."""
+    """Intercepts every operation."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class _Watch(TorchFunctionMode):
                 seen.add(id(module))
                 self.first_names[name] = module
         linears = {name: layer for name, layer in self.first_names.items() if _is_plain(layer)}
-        # A weight of two layers is taken for that of neither.
+        # A weight shared by two layers identifies neither.
         counts = Counter(id(layer.weight) for layer in linears.values())
         self._name_of = {id(layer.weight): name for name, layer in linears.items() if counts[id(layer.weight)] == 1}
         self._widths = {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
@@ -169,7 +170,7 @@ class _Watch(TorchFunctionMode):
         self.readers: dict[int, set[str]] = {}
 
     def leave(self) -> None:
-        """The innermost of the modules that are running has ended."""
+        """The innermost running module has returned."""
         self.running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,7 +195,7 @@ class _Watch(TorchFunctionMode):
         return sources if reference is not None and reference() is tensor else frozenset()
 
     def _weight(self, tensor: Tensor) -> int | None:
-        """The parameter that this is, or that it is a copy of."""
+        """The ``id`` of the parameter that ``tensor`` is, or is a copy of."""
         if id(tensor) in self._parameters:
             return id(tensor)
         reference, key = self._copies.get(id(tensor), (None, None))
@@ -233,14 +234,14 @@ class _Watch(TorchFunctionMode):
         self._origins[id(tensor)] = (weakref.ref(tensor), sources)
 
     def spoil_what_is_left(self, result: Any) -> None:
-        """Whoever has kept a value that is on the way may read it."""
+        """Disqualify layers whose values still exist: code that has kept them may read them."""
         gc.collect()
         for reference, sources in self._origins.values():
             if reference() is not None:
                 self._spoilt |= sources
 
     def pairs(self) -> list[Pair]:
-        """What has been found."""
+        """The pairs found."""
         found: list[Pair] = []
         taken: set[str] = set()
         for row, origins in self._from.items():
@@ -255,5 +256,5 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    is_own = layer._parameters.get("weight") is not None  # and not computed from others, which may change by a question
+    is_own = layer._parameters.get("weight") is not None  # a computed weight may change when it is read
     return is_own and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward

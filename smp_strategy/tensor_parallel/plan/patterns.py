@@ -1,15 +1,14 @@
-"""Layers that the user names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``.
+"""The user's patterns for layers: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``.
 
-A pattern is matched against the qualified names of all modules, as file names are (``*`` stands for anything, dots
-too). Of several that fit, the last one counts. What is named in one module belongs together: columns of one layer go
-into the rows of the other in parts. What lies between must work on parts, which only the user knows where it is more
-than elementwise; so it is proven or said:
+A pattern is matched against the qualified names of all modules, like file names (``*`` matches anything, dots too). Of
+several matches the last one counts. Layers named in one module belong together: columns of one feed the rows of another
+in parts. The code in between must work on parts. That is either proven or declared:
 
-* it is elementwise, which a recorded run shows (:mod:`smp_strategy.tensor_parallel.pairs`), or
+* it is elementwise, which the observation of a step shows (:mod:`smp_strategy.tensor_parallel.plan.observed_pairs`), or
 * it works on heads, whose number the user names as well: ``{"*.attn.num_heads": "heads"}``. That attribute is divided
   while the layers are split, and heads stay together.
 
-Elsewhere a layer by columns gathers its output, and one by rows cuts its input: right, if slower.
+Otherwise a layer by columns gathers its output, and one by rows cuts its input: right, but slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,13 +43,13 @@ def pattern_blocks(
     """Blocks of the layers that ``patterns`` name.
 
     Args:
-        modules: all modules by qualified name.
-        patterns: styles by pattern.
-        goes_into: whether what the first layer returns is known to go into the second one, elementwise operations in
-            between, and nowhere else.
+        modules: All modules by qualified name.
+        patterns: Styles by pattern.
+        goes_into: Whether the output of the first layer is known to reach the second one, through elementwise
+            operations only, and nothing else.
 
     Raises:
-        ConfigError: a style is unknown, or a pattern matches nothing.
+        ConfigError: A style is unknown, or a pattern matches nothing.
     """
     styles, heads = _matched(modules, patterns)
     by_parent: dict[str, dict[str, SplitKind]] = {}
@@ -71,7 +70,7 @@ def pattern_blocks(
 
 @contextmanager
 def heads_explained(patterns: Mapping[str, str]) -> Iterator[None]:
-    """Add to an error of a step that was run in here with some of the heads what it may come from."""
+    """Context that adds a hint to errors of a step run with some of the heads."""
     try:
         yield
     except Exception as error:
@@ -114,7 +113,7 @@ def _matched(
 
 
 def _inner(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """A module that stays whole stays so with all that it holds; other styles are for layers."""
+    """Apply ``replicate`` to everything in a module; other styles are for layers only."""
     found = {}
     for name, style in styles.items():
         if style != "replicate":
@@ -128,7 +127,7 @@ def _inner(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[
 
 
 def _attributes(modules: Mapping[str, nn.Module], pattern: str) -> list[tuple[str, str]]:
-    """Modules and names of their attributes that match ``pattern`` and hold a whole number."""
+    """Modules and their attributes that match ``pattern`` and hold an integer."""
     owners, _, attribute = pattern.rpartition(".")
     return [
         (name, found)
@@ -142,8 +141,8 @@ def _attributes(modules: Mapping[str, nn.Module], pattern: str) -> list[tuple[st
 def _with_heads(
     parent: str, layers: Mapping[str, SplitKind], attributes: tuple[str, ...], modules: Mapping[str, nn.Module]
 ) -> LayerBlock:
-    """A block in which code works on heads."""
-    # Of several numbers (heads, and fewer heads of keys), each belongs to the layers that it divides into equal heads.
+    """A block whose code works on heads."""
+    # Each of several numbers (heads, fewer key heads) belongs to the layers that it divides into equal heads.
     numbers = sorted({int(getattr(modules[parent], attribute)) for attribute in attributes}, reverse=True)
     lengths = {
         name: sizes[1 if how.style == "column" else 0]
@@ -172,14 +171,14 @@ def _with_heads(
 
 
 def _multiples(numbers: list[int]) -> set[int]:
-    """Numbers of heads that a layer may have: one of those, or queries, keys and values fused."""
+    """Possible numbers of heads of a layer: one of ``numbers``, or queries, keys and values fused."""
     return {*numbers, 2 * numbers[0], 3 * numbers[0]}
 
 
 def _by_proof(
     parent: str, layers: Mapping[str, SplitKind], goes_into: Callable[[str, str], bool]
 ) -> Iterator[LayerBlock]:
-    """One block of what is known to go from columns into rows; the others by themselves."""
+    """Blocks of layers proven to go from columns into rows; the others each in a block of its own."""
     rows = [name for name, how in layers.items() if how.style == "row"]
     proven = {
         name: row for name, how in layers.items() if how.style == "column" for row in rows if goes_into(name, row)

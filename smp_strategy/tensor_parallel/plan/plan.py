@@ -1,9 +1,9 @@
-"""What is said about layers before any of them is split: plain data, and whether it can be done.
+"""``LayerBlock`` and ``SplitKind``: the plan of a split as plain data, and checks of its feasibility.
 
-Layers are split in *blocks*: the projections of an attention, the layers of a feed-forward part. What lies between the
+Layers are split in *blocks*: the projections of an attention, the layers of a feed-forward part. The code between the
 layers of a block works on parts, so a block is split as a whole or not at all. Blocks come from several sources
-(patterns, registered classes, what is known of a model, see :mod:`smp_strategy.tensor_parallel.split`), which say for
-each layer *how* it is to be cut. Whether sizes and numbers of heads allow that is decided here, from shapes alone.
+(patterns, registered classes, known models, see :mod:`smp_strategy.tensor_parallel.split`), which give the
+:class:`SplitKind` of each layer. Whether sizes and numbers of heads allow it is checked here, from shapes alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,20 +24,20 @@ class SplitKind:
 
     ``column``: by output features; ``row``: by input features; ``vocab``: an embedding by rows; ``logits``: a linear
     layer by output features, whose result code uses as if it were whole; ``embedding``: an embedding by columns;
-    ``inside``: not at all, but its inputs are parts, so its gradients are added up; ``whole``: not at all, on purpose;
+    ``inside``: not at all, but its inputs are parts, so its gradients are summed; ``whole``: not at all, on purpose;
     ``layer``: as ``split_by`` does it.
     """
 
     style: Style
     num_blocks: int = 1
-    """Matrices that are fused into one, each of which is split by itself."""
+    """Number of matrices fused into one, each of which is split by itself."""
     granule: int = 1
-    """Features that stay together: those of a head."""
+    """Number of features that stay together: those of a head."""
     is_whole_outside: bool = False
-    """Output that is split otherwise is gathered; input that is expected in parts otherwise is whole."""
+    """Output that would be split is gathered; input that would be expected in parts is whole."""
     looks_whole: bool = False
-    """Output that is split is used as if it were whole, and input may be whole: nothing but a look at one step says
-    what is done with them."""
+    """Split output is used as if it were whole, and input may be whole: only the observation of one step shows how code
+    uses them."""
     split_by: Callable[..., nn.Module] | None = field(default=None, compare=False)
     """Splits a layer in place, given the group as its second argument."""
 
@@ -48,26 +48,26 @@ class LayerBlock:
     """Layers that are split together or not at all."""
 
     name: str
-    """Qualified name of the module that holds them."""
+    """Qualified name of the module that contains them."""
     source: str
-    """Who says so, for the report."""
+    """Source of the block, for the report."""
     layers: Mapping[str, SplitKind]
-    """By qualified name."""
+    """Split kinds by qualified name."""
     heads: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of heads by what they are called; they must be multiples of the number of ranks."""
+    """Numbers of heads by description; they must be multiples of the number of ranks."""
     divided: tuple[tuple[str, str], ...] = ()
     """Attributes that are divided by the number of ranks: qualified name of the module, name of the attribute."""
     attention: tuple[str, int] | None = None
-    """Qualified name of the module that computes attention, and where in its result are the weights of the heads."""
+    """Qualified name of the attention module, and position of the attention weights in its result."""
     replaced: tuple[tuple[str, str, object], ...] = ()
     """Attributes with another value: qualified name of the module, name of the attribute, the value."""
     bond: str | None = None
-    """Blocks of one bond are split together or not at all."""
+    """Blocks with the same bond are split together or not at all."""
     problem: str | None = None
-    """Why it cannot be split, if that is known from the start."""
+    """Reason why it cannot be split, if known from the start."""
 
     def refused(self, problem: str) -> "LayerBlock":
-        """The same, not to be split."""
+        """The same block, marked as not to be split."""
         return replace(self, problem=problem)
 
 
@@ -79,8 +79,8 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear layer; ``None`` for other layers."""
-    # Not asked for as an attribute: one that is computed from others (a norm of the spectrum) may change by that.
+    """Numbers of input and output features of a linear layer; ``None`` for other layers."""
+    # Not `layer.weight`: a computed weight (spectral norm) may change when it is read.
     weight = layer._parameters.get("weight")
     if weight is not None and weight.ndim != 2:
         return None
@@ -90,12 +90,12 @@ def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def problem_of(block: LayerBlock, modules: Mapping[str, nn.Module], num_ranks: int) -> str | None:
-    """Why ``block`` cannot be split over ``num_ranks``, or ``None``.
+    """Reason why ``block`` cannot be split over ``num_ranks``, or ``None``.
 
     Args:
-        block: what is to be split.
-        modules: all modules by qualified name.
-        num_ranks: over how many ranks.
+        block: Block to be split.
+        modules: All modules by qualified name.
+        num_ranks: Number of ranks.
     """
     if block.problem is not None:
         return block.problem
@@ -123,7 +123,7 @@ def _problems(block: LayerBlock, modules: Mapping[str, nn.Module], num_ranks: in
 
 
 def _length(layer: nn.Module, how: SplitKind) -> int | str | None:
-    """The length of the dim that is cut, or why there is none; ``None`` where that is for the layer to say."""
+    """Length of the dim that is cut, or the reason why there is none; ``None`` if the layer itself decides."""
     if how.style in ("inside", "whole", "layer"):
         return None
     kind = type(layer).__name__
@@ -142,7 +142,7 @@ def _length(layer: nn.Module, how: SplitKind) -> int | str | None:
 
 
 def describe(how: SplitKind) -> str:
-    """``how`` for a reader."""
+    """``how`` as text for reports."""
     words = {
         "column": "by columns",
         "row": "by rows",
@@ -164,7 +164,7 @@ def describe(how: SplitKind) -> str:
 
 
 def cut_key(layer: nn.Module, how: SplitKind, parameter: str) -> object:
-    """Equal for parameters that are cut alike; ``None`` for one that stays whole."""
+    """Key that is equal for parameters with the same cut; ``None`` for one that stays whole."""
     if how.style in ("inside", "whole") or (how.style == "row" and parameter == "bias"):
         return None
     if how.style == "layer":

@@ -1,21 +1,19 @@
-"""Classes that the user has a split twin for: ``tp_register``.
+"""``tp_register``: classes with a user-defined split twin.
 
 A twin is a module class that computes on parts what the registered class computes as a whole::
 
     @smp_strategy.tp_register(SplitMixer, init_hook, forward_hook, return_hook)
     class Mixer(nn.Module): ...
 
-Where a ``Mixer`` is split, a ``SplitMixer`` is built with the arguments that the ``Mixer`` was built with, after
-``init_hook`` has turned them into its own; if its constructor has an argument ``group``, it gets the
-:class:`~smp_strategy.tensor_parallel.group.TensorGroup`. It must name its parameters and buffers as the ``Mixer`` does:
-it gets the values of those, whole where it has the same shape, and this rank's part where it is shorter along one dim.
-In calls, ``forward_hook`` turns the arguments into those of the twin, and ``return_hook`` its result into that of the
-``Mixer``. A twin that has a method ``from_dense`` is used in the way of the layers of this package: ``from_dense(layer,
-group)`` splits the layer in place.
+When a ``Mixer`` is split, a ``SplitMixer`` is built with the arguments of the ``Mixer``, converted by ``init_hook``; if
+its constructor has an argument ``group``, it gets the :class:`~smp_strategy.tensor_parallel.group.TensorGroup`. It must
+name its parameters and buffers as the ``Mixer`` does, and gets their values: whole for equal shapes, this rank's part
+if it is shorter along one dim. In calls, ``forward_hook`` converts the arguments into those of the twin, and
+``return_hook`` its result into that of the ``Mixer``. A twin with a method ``from_dense`` works like the layers of this
+package: ``from_dense(layer, group)`` splits the layer in place.
 
-The ``Mixer`` itself stays: the same object, with its names and hooks, whose class becomes one that calls the twin.
-Both have the same dicts of parameters and buffers, so whatever is put there (gathered weights, fake tensors) is seen by
-both.
+The ``Mixer`` itself stays the same object, with its names and hooks; its class becomes one that calls the twin. Both
+share their dicts of parameters and buffers, so values put there (gathered weights, fake tensors) are seen by both.
 """
 
 import functools
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
@@ -43,7 +41,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Construction(NamedTuple):
-    """What a module was built with."""
+    """Arguments that a module was built with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,7 +50,7 @@ class _Construction(NamedTuple):
 @final
 @dataclass(frozen=True)
 class _Registration:
-    """What is known of a class."""
+    """Registration of a class."""
 
     dist_module: type[nn.Module]
     init_hook: Callable[..., Arguments] | None
@@ -66,14 +64,14 @@ def tp_register(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> Callable[[Class], Class]:
-    """Register the split twin of a class, as a decorator of the class; see the module docstring.
+    """Class decorator that registers the split twin of a class; see the module docstring.
 
     Args:
-        dist_module: the twin.
-        init_hook: has the arguments of the class's constructor and returns those of the twin's, as ``(args, kwargs)``;
-            ``None``: they are the same.
-        forward_hook: the same for ``forward``.
-        return_hook: turns what the twin returns into what the class returns; ``None``: it is the same.
+        dist_module: The twin.
+        init_hook: Converts the constructor's arguments into those of the twin, as ``(args, kwargs)``; ``None``:
+            they are the same.
+        forward_hook: The same for ``forward``.
+        return_hook: Converts the result of the twin into that of the class; ``None``: it is the same.
     """
 
     def register(kind: Class) -> Class:
@@ -90,14 +88,14 @@ def tp_register_with_module(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Register the split twin of a class that is defined elsewhere; before its modules are built.
+    """Register the split twin of an existing class; before its modules are built.
 
     Args:
-        module_class: the class.
-        dist_module, init_hook, forward_hook, return_hook: see :func:`tp_register`.
+        module_class: The class.
+        dist_module, init_hook, forward_hook, return_hook: See :func:`tp_register`.
 
     Raises:
-        ConfigError: one of the two is no class of modules.
+        ConfigError: One of the two is not a module class.
     """
     for what, kind in (("module_class", module_class), ("dist_module", dist_module)):
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -107,10 +105,10 @@ def tp_register_with_module(
 
 
 def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
-    """Blocks of the modules of registered classes; the outermost count."""
+    """Blocks of the modules of registered classes; of nested ones the outermost."""
     inside: tuple[str, ...] = ()
     for name, module in modules.items():
-        # An inheriting class computes something else.
+        # Not inherited: a subclass computes something else.
         registration = vars(type(module)).get(_TWIN)
         if registration is None or name.startswith(inside or ("\0",)):
             continue
@@ -120,7 +118,7 @@ def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
 
 
 def _watch_creation(kind: type[nn.Module]) -> None:
-    """Have modules of ``kind`` remember what they are built with."""
+    """Make modules of ``kind`` remember their constructor's arguments."""
     original = vars(kind).get("__init__")
     if getattr(original, _TWIN, False):
         return
@@ -128,7 +126,7 @@ def _watch_creation(kind: type[nn.Module]) -> None:
 
     @functools.wraps(build)
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Above `nn.Module.__init__`, which leaves other attributes alone; the call of the innermost class counts.
+        # Before `nn.Module.__init__`, which leaves other attributes alone; only for the object's own class.
         if type(self) is kind:
             object.__setattr__(self, _CALL, _Construction(args, kwargs))
         build(self, *args, **kwargs)
@@ -146,17 +144,17 @@ def _split(registration: _Registration, layer: nn.Module, group: TensorGroup) ->
 
 
 class _Twinned(nn.Module):
-    """A module that leaves its calls to a twin."""
+    """A module that delegates its calls to a twin."""
 
     group: TensorGroup
     cuts: dict[str, Cut]
 
     @classmethod
     def from_dense(cls, layer: nn.Module, group: TensorGroup, registration: _Registration) -> nn.Module:
-        """Build the twin of ``layer``, and have ``layer`` call it.
+        """Build the twin of ``layer``, and make ``layer`` call it.
 
         Raises:
-            CannotSplit: the twin does not fit.
+            CannotSplit: The twin does not fit.
         """
         dense = type(layer)
         call = vars(layer).get(_CALL)
@@ -166,7 +164,7 @@ class _Twinned(nn.Module):
         args, kwargs = call if hook is None else hook(*call.args, **call.kwargs)
         if "group" in inspect.signature(registration.dist_module.__init__).parameters:
             kwargs = {**kwargs, "group": group}
-        # Its own initial values are of no use, and must not move the random streams.
+        # The twin's initial values are discarded, and must not advance the random generators.
         with torch.random.fork_rng(devices=[]):
             twin = registration.dist_module(*args, **kwargs)
         cuts = _cuts(layer, twin, group)
@@ -183,7 +181,7 @@ class _Twinned(nn.Module):
         return layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the twin computes."""
+        """Result of the twin."""
         twin, registration = vars(self)[_TWIN]
         twin.train(self.training)
         if registration.forward_hook is not None:
@@ -192,7 +190,7 @@ class _Twinned(nn.Module):
         return result if registration.return_hook is None else registration.return_hook(result)
 
     def to_dense(self) -> Self:
-        """Be whole again, in place; every rank of the group calls this."""
+        """Make the module whole again, in place; all ranks of the group call it."""
         for name, cut in self.cuts.items():
             parameter = self.get_parameter(name)
             lengths = [cut.length_of(rank) for rank in range(self.group.size)]
@@ -207,7 +205,7 @@ class _Twinned(nn.Module):
 
 
 def _cuts(layer: nn.Module, twin: nn.Module, group: TensorGroup) -> dict[str, Cut]:
-    """How the twin has cut the parameters of ``layer``, as its shapes say."""
+    """Cuts of the parameters of ``layer``, derived from the twin's shapes."""
     for what in ("parameters", "buffers"):
         mine = dict(getattr(layer, f"named_{what}")())
         theirs = dict(getattr(twin, f"named_{what}")())

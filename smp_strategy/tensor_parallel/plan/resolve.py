@@ -1,11 +1,10 @@
-"""Which blocks are split: what several sources say, made one decision that holds together.
+"""Resolves the blocks of all sources into one consistent decision.
 
-Sources are asked in order, and the first that names a layer decides on it: what the user names (patterns), classes that
-the user has registered, what is known of models, PyTorch's own layers, and pairs found in the step. A block is left out
-where the user has disabled a layer of it, where hooks would see its parts, where an earlier source has taken some of
-its layers, where sizes or numbers of heads do not allow it, where a block that it is bonded with is left out, and where
-a weight in it is tied to a layer that is not split alike. Each of these may leave out others, so they are looked at
-until nothing changes.
+Sources are asked in order, and the first that names a layer decides on it: the user's patterns, registered classes,
+known models, PyTorch's own layers, and observed pairs. A block is left out if the user has disabled a layer of it,
+hooks would see its parts, an earlier source has taken some of its layers, sizes or numbers of heads do not allow it, a
+block that it is bonded with is left out, or a weight in it is tied to a layer that is not split alike. Each of these
+may leave out further blocks, so the checks are repeated until nothing changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,15 +23,15 @@ __all__ = ["SplitDecision", "choose"]
 @final
 @dataclass(frozen=True)
 class SplitDecision:
-    """What is to be split, and why the rest is not."""
+    """Blocks to split, and reasons for the rest."""
 
     blocks: tuple[LayerBlock, ...]
-    """Those that are split, and those of which nothing is on purpose."""
+    """Blocks that are split, or that stay whole on purpose."""
     reasons: Mapping[str, tuple[str, str]]
-    """By name of a layer that some source has named, but that stays whole: the source and the reason."""
+    """Source and reason for each layer that a source has named but that stays whole, by name."""
 
     def of(self, layer: str) -> tuple[LayerBlock, SplitKind] | None:
-        """The block that ``layer`` is split in, and how."""
+        """Block of ``layer``, and its split kind."""
         return next(((block, block.layers[layer]) for block in self.blocks if layer in block.layers), None)
 
 
@@ -44,15 +43,15 @@ def choose(
     refused: Mapping[str, str] | None = None,
     readers: Mapping[int, frozenset[str]] | None = None,
 ) -> SplitDecision:
-    """Decide.
+    """Decide which blocks are split.
 
     Args:
-        modules: all modules by all of their qualified names.
-        blocks: of all sources, in order.
-        num_ranks: over how many ranks layers are split.
-        disabled: modules that are not to be split, with the reason.
-        refused: blocks that have turned out not to be possible, by name, with the reason.
-        readers: by ``id`` of a parameter the modules whose code reads it, as far as that is known.
+        modules: All modules by all of their qualified names.
+        blocks: Blocks of all sources, in order of precedence.
+        num_ranks: Number of ranks.
+        disabled: Excluded modules, with the reason.
+        refused: Blocks that have turned out to be impossible, by name, with the reason.
+        readers: Modules whose code reads a parameter, by its ``id``, as far as known.
     """
     first_names: dict[int, str] = {}
     for name, module in modules.items():
@@ -64,7 +63,7 @@ def choose(
         block = replace(block, layers=layers)
         claimed = {name: taken[name] for name in layers if name in taken}
         if len(claimed) == len(layers):
-            continue
+            continue  # an earlier source decides on all of it
         if claimed:
             name, other = next(iter(claimed.items()))
             block = block.refused(f"`{name}` follows {other.source}, and the rest of its block must not be split alone")
@@ -172,5 +171,5 @@ def _tied_problem(
 
 
 def _is_declared(layer: str, other: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether ``other`` is a head of Hugging Face that lists the bias of its layer a second time, for old files."""
+    """Whether ``other`` is a Hugging Face head that lists the bias of its layer a second time, for old files."""
     return layer.rpartition(".")[0] == other and is_from_transformers(modules[other])

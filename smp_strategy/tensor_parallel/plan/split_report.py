@@ -1,4 +1,4 @@
-"""What became of each layer: how it is split and who says so, or why it is whole."""
+"""Report of a split: for each layer its split and the source, or the reason why it is whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,35 +18,35 @@ class LayerLine:
     kind: str
     """Its class."""
     how: str
-    """How it is split; ``whole`` where it is not."""
+    """Split of the layer; ``whole`` if it is not split."""
     why: str
-    """Who says so, or why it is whole."""
+    """Source of the split, or reason why it is whole."""
     is_split: bool
     """Whether ranks have parts of it."""
     is_skipped: bool = False
-    """Whether it could have been split if something were different."""
+    """Whether it might have been split under other conditions."""
 
 
 @final
 @dataclass(frozen=True)
 class SplitReport:
-    """See the module docstring. As text: ``print(report)``; layers of blocks that are alike are one line."""
+    """Report of a split. As text: ``print(report)``; layers of equal blocks share one line."""
 
     lines: tuple[LayerLine, ...]
     num_ranks: int
-    """Over how many ranks layers are split."""
+    """Number of ranks that share the layers."""
     streams: tuple[str, ...] | None = None
-    """The lists of layers between which activations are split; ``None``: nobody wanted that."""
+    """Lists of layers with a split residual stream; ``None``: not requested."""
     stream_dim: int = 1
-    """Along which: 0 for samples, 1 for tokens."""
+    """Dim of that split: 0 for samples, 1 for tokens."""
 
     @property
     def skipped(self) -> tuple[LayerLine, ...]:
-        """Layers that are whole although they have matrices, for other reasons than the user's."""
+        """Layers that have matrices but stay whole, for other reasons than the user's."""
         return tuple(line for line in self.lines if line.is_skipped)
 
     def why(self, parameter: str) -> str:
-        """Who says how the layer of ``parameter`` is split, or why it is whole."""
+        """Source of the split of ``parameter``'s layer, or reason why it is whole."""
         return next((line.why for line in self.lines if parameter.startswith(f"{line.name}.")), "not in the report")
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class SplitReport:
 
 
 def _alike(lines: Sequence[LayerLine]) -> list[tuple[tuple[str, str, str], list[LayerLine]]]:
-    """Lines that differ in numbers of their names only, in the order of the first of each."""
+    """Groups of lines that differ only in numbers of their names, ordered by their first lines."""
     groups: dict[object, list[LayerLine]] = {}
     for line in lines:
         parts = tuple("#" if part.isdigit() else part for part in line.name.split("."))
@@ -78,12 +78,12 @@ def _alike(lines: Sequence[LayerLine]) -> list[tuple[tuple[str, str, str], list[
 
 
 def _without_numbers(line: LayerLine) -> str:
-    """The reason, in which blocks are named by their numbers."""
+    """The reason without the numbers in names of blocks."""
     return ".".join("#" if part.isdigit() else part for part in line.why.split("."))
 
 
 def _merged(names: Sequence[str]) -> str:
-    """``h.0.mlp, h.1.mlp, h.3.mlp``: ``h.{0-1,3}.mlp``."""
+    """Names in short form: ``h.0.mlp, h.1.mlp, h.3.mlp`` as ``h.{0-1,3}.mlp``."""
     if len(names) == 1:
         return names[0]
     columns = list(zip(*(name.split(".") for name in names), strict=True))

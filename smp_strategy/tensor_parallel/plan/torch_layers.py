@@ -1,11 +1,11 @@
-"""PyTorch's own attention, and the layers that are made of it.
+"""PyTorch's own layers: ``nn.MultiheadAttention`` and the feed-forward parts of its transformer layers.
 
-``nn.MultiheadAttention`` hands its weights to one function, which knows nothing of parts; so its projections and the
-attention itself are computed here, each rank for heads of its own, as that function computes them. Its output
-projection is a row-parallel layer.
+``nn.MultiheadAttention`` passes its weights to one function that cannot handle parts; so its projections and the
+attention itself are computed here, for this rank's heads, as that function computes them. Its output projection is a
+row-parallel layer.
 
-Around it, ``nn.TransformerEncoderLayer`` and its kin have a short cut for inference that reads the weights of layers
-without calling them. It is taken for layers of equal widths only, which a part is said not to be.
+``nn.TransformerEncoderLayer`` and its kin have a fast path for inference that reads weights without calling the layers.
+PyTorch takes it only if attributes claim equal widths, so split layers deny that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, gather
-from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear
@@ -31,7 +31,7 @@ _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def torch_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
-    """Blocks of PyTorch's own layers in ``modules``, which has all of them by qualified name."""
+    """Blocks of PyTorch's own layers in ``modules``, which maps all qualified names."""
     encoder_of = {
         id(layer): name
         for name, module in modules.items()
@@ -49,7 +49,7 @@ def torch_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
 def _feed_forward(name: str, layer: nn.Module, encoder: str | None) -> LayerBlock:
     first, second = (f"{name}.{part}" if name else part for part in ("linear1", "linear2"))
     replaced: list[tuple[str, str, object]] = []
-    # Without its short cut: see above.
+    # Disables the fast path, see the module docstring.
     if isinstance(layer, nn.TransformerEncoderLayer):
         replaced.append((name, "activation_relu_or_gelu", 0))
     if encoder is not None:
@@ -83,14 +83,16 @@ class ParallelMultiheadAttention(SplitLayer):
     out_proj: RowParallelLinear
     randomness: RegionRng
     _num_own_heads: int
-    """``num_heads`` goes on to be that of all ranks: code that makes a mask for each head asks for it."""
+    """Number of this rank's heads. ``num_heads`` stays that of all ranks: code that makes a mask for each head reads
+    it.
+    """
 
     @classmethod
     def from_dense(cls, layer: nn.Module, group: TensorGroup) -> Self:
         """Split ``layer`` in place over the ranks of ``group``.
 
         Raises:
-            CannotSplit: it is another layer, or its heads cannot be divided.
+            CannotSplit: It is another layer, or its heads cannot be divided.
         """
         if not isinstance(layer, nn.MultiheadAttention):
             raise CannotSplit(f"{type(layer).__name__} is no nn.MultiheadAttention")
@@ -110,7 +112,7 @@ class ParallelMultiheadAttention(SplitLayer):
         return cls._split(layer, group, cuts, {"_qkv_same_embed_dim": False}, settings)
 
     def to_dense(self) -> nn.Module:
-        """Be what it was before, in place; all ranks of the group call it. Gradients are dropped."""
+        """Make the layer dense again, in place; all ranks of the group call it. Gradients are dropped."""
         self.out_proj.to_dense()
         return super().to_dense()
 
@@ -125,7 +127,7 @@ class ParallelMultiheadAttention(SplitLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention`` has it."""
+        """Result of ``nn.MultiheadAttention``."""
         is_batched = query.dim() == 3
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -133,7 +135,7 @@ class ParallelMultiheadAttention(SplitLayer):
             self.randomness.enter(query, self)
         q, k, v = self._projected(query, key, value, is_batched)
         padding = key_padding_mask if is_batched or key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        # A mask beside the hint that it is the causal one is not looked at, where nothing else needs it.
+        # With the causal hint the mask itself is read only if something else needs it.
         hinted = is_causal and padding is None and not need_weights
         mask = None if hinted else self._mask(attn_mask, padding, q)
         k, v, mask = self._with_more_keys(k, v, mask)
@@ -170,7 +172,7 @@ class ParallelMultiheadAttention(SplitLayer):
         return values.unflatten(-1, (self._num_own_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as numbers to add to the scores: [batch, head, query, key], ones where they are for all."""
+        """Sum of both masks, to add to the scores: [batch, head, query, key], with 1 for dims that are shared."""
         found = None
         if mask is not None:
             found = _as_numbers(mask, q)
@@ -183,7 +185,7 @@ class ParallelMultiheadAttention(SplitLayer):
         return found
 
     def _with_more_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """With the learned key and that of zeros, where the layer has them."""
+        """Append the learned key and the zero key, if the layer has them."""
         more = 0
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (
@@ -197,7 +199,7 @@ class ParallelMultiheadAttention(SplitLayer):
         return k, v, mask if mask is None or not more else F.pad(mask, (0, more))
 
     def _weights(self, shares: Tensor, average: bool) -> Tensor:
-        """What the attention of all heads looks at, the same on all ranks."""
+        """Attention weights of all heads, the same on all ranks."""
         if average:
             return add_up(shares.mean(1) / self.group.size, self.group)
         return gather(shares, self.group, 1, [self._num_own_heads] * self.group.size)

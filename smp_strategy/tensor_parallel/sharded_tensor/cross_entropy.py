@@ -1,14 +1,14 @@
-"""Cross-entropy and argmax over classes of which each rank has a part: the logits are never brought together.
+"""Vocabulary-parallel cross-entropy and argmax: logits whose classes are split are never gathered.
 
-For a language model the logits are by far the largest activation. Of each token the ranks need little from each other:
-the log of the sum of its exponentials over their classes, and the logit of its target, which one of them has. Both go
-in one message, so what is sent is of the size of the tokens, whatever the number of classes. Backward sends nothing::
+The logits are by far the largest activation of a language model. Per token the ranks exchange the log of the sum of
+exponentials over their classes, and the logit of the target, which one of them has. Both travel in one message, whose
+size is that of the tokens, whatever the number of classes. Backward sends nothing::
 
     loss     = log(sum over ranks of exp(their logsumexp)) - logit of the target
     gradient = exp(logit - logsumexp) - (1 at the target)      for my classes
 
-Nothing is kept for backward but the logits themselves, in the dtype in which they came, and both passes compute in
-float32 for some tokens at a time, so there is never a second tensor of their size but their gradient.
+Only the logits themselves are saved for backward, in their original dtype. Both passes compute in float32 for some
+tokens at a time, so there is never a second tensor of the logits' size but their gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["argmax", "cross_entropy"]
 
-# As many logits are worked on at a time: enough to keep a device busy, little beside all of them.
+# Logits per block: enough to keep a device busy, little beside all of them.
 _AT_A_TIME = 1 << 24
 
 
@@ -36,22 +36,22 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What :func:`torch.nn.functional.cross_entropy` returns for logits that are cut along the classes.
+    """:func:`torch.nn.functional.cross_entropy` for logits that are cut along the classes.
 
     Args:
-        logits: this rank's classes: ``[..., classes]``; unlike in torch they are the last dim.
-        target: class indices: ``[...]``.
-        group: the ranks.
-        lengths: their numbers of classes.
-        weight, ignore_index, reduction, label_smoothing: as in torch; ``weight`` has all classes.
+        logits: Logits of this rank's classes: ``[..., classes]``; unlike in torch they are the last dim.
+        target: Class indices: ``[...]``.
+        group: Ranks that have the classes.
+        lengths: Numbers of classes of the ranks.
+        weight, ignore_index, reduction, label_smoothing: As in torch; ``weight`` has all classes.
 
     Raises:
-        ValueError: no such ``reduction``.
+        ValueError: Unknown ``reduction``.
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if torch.is_autocast_enabled(logits.device.type):
-        # What torch does; in float32 the result is exact without a copy of the logits.
+        # As in torch: float32 under autocast. That is exact here without a copy of the logits.
         dtype = torch.promote_types(logits.dtype, torch.float32)
     else:
         dtype = logits.dtype
@@ -73,18 +73,18 @@ def cross_entropy(
 
 
 def argmax(part: Tensor, group: TensorGroup, lengths: Sequence[int]) -> Tensor:
-    """The index of the largest element over the last dim, which is cut; the first one if there are several.
+    """Index of the largest element over the last dim, which is cut; the first one of several.
 
     Args:
-        part: this rank's.
-        group: the ranks.
-        lengths: of their parts.
+        part: This rank's part.
+        group: Ranks that have the parts.
+        lengths: Lengths of the parts.
     """
     if part.shape[-1]:
         values, indices = part.detach().max(-1)
     else:
         values, indices = (part.new_full(part.shape[:-1], fill) for fill in (-torch.inf, 0))
-    # One message for both: doubles hold every index, and every value up to their own precision.
+    # One message for both: doubles represent every index, and every value of the allowed dtypes.
     mine = torch.stack((values.double(), indices.double() + sum(lengths[: group.rank])))
     found = group.gather(mine.unsqueeze(0), 0, [1] * group.size)
     best = found[:, 0].argmax(0, keepdim=True)
@@ -92,7 +92,7 @@ def argmax(part: Tensor, group: TensorGroup, lengths: Sequence[int]) -> Tensor:
 
 
 class _Plan(NamedTuple):
-    """What does not change between the tokens."""
+    """Values common to all tokens."""
 
     group: TensorGroup
     lengths: Sequence[int]
@@ -101,32 +101,32 @@ class _Plan(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Number of this rank's first class."""
+        """Index of this rank's first class."""
         return sum(self.lengths[: self.group.rank])
 
     @property
     def total_weight(self) -> Tensor | float:
-        """Of all classes."""
+        """Sum of the weights of all classes."""
         return float(sum(self.lengths)) if self.weight is None else self.weight.sum()
 
     @property
     def my_weight(self) -> Tensor | None:
-        """Of this rank's classes."""
+        """Weights of this rank's classes."""
         return None if self.weight is None else self.weight[self.start :][: self.lengths[self.group.rank]]
 
     def of_targets(self, target: Tensor) -> Tensor | float:
-        """The weight of each token's own loss."""
+        """Weight of each token's own loss."""
         return (1 - self.smoothing) * (1.0 if self.weight is None else self.weight[target])
 
     def mine(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets as indices of this rank's classes, and which of them are."""
+        """Targets as indices of this rank's classes, and a mask of those that are."""
         index = target - self.start
         is_mine = (index >= 0) & (index < self.lengths[self.group.rank])
         return index.where(is_mine, 0), is_mine
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each token, ``[tokens, my classes], [tokens] -> [tokens]``; zero for those that are not kept."""
+    """Loss of each token, ``[tokens, my classes], [tokens] -> [tokens]``; zero for tokens that are ignored."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, kept: Tensor, plan: _Plan) -> Tensor:
@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, target, kept, log_sum = ctx.saved_tensors
-        # Where nothing is kept, a mean divides by zero.
+        # If all tokens are ignored, a mean divides by zero.
         gradient = gradients[0].where(kept, 0)
         result = torch.empty_like(logits)
         for some in _some_tokens(logits):
@@ -156,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _of_my_classes(logits: Tensor, target: Tensor, plan: _Plan) -> Tensor:
-    """What other ranks need to know: for each token the logsumexp, the logit of its target, the sum over classes."""
+    """Message to other ranks, per token: logsumexp, logit of the target, sum over classes."""
     index, is_mine = plan.mine(target)
     if logits.shape[-1]:
         of_target = logits.gather(-1, index[:, None]).squeeze(-1).where(is_mine, 0)
@@ -169,7 +169,7 @@ def _of_my_classes(logits: Tensor, target: Tensor, plan: _Plan) -> Tensor:
 
 
 def _gradient(log_softmax: Tensor, target: Tensor, gradient: Tensor, plan: _Plan) -> Tensor:
-    """That of some tokens' logits; ``log_softmax`` is used up."""
+    """Gradient of some tokens' logits; overwrites ``log_softmax``."""
     each = plan.smoothing / sum(plan.lengths)
     own = gradient * plan.of_targets(target)
     result = log_softmax.exp_().mul_((own + gradient * (each * plan.total_weight))[:, None])
@@ -191,6 +191,6 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
-    # A target that no rank has would count as a logit of zero.
+    # A target outside of all ranks' classes would count as a logit of zero.
     is_class = ((target >= 0) & (target < num_classes)) | ~kept
     torch._assert_async(is_class.all(), f"A target of cross-entropy is none of the {num_classes} classes.")

@@ -1,6 +1,6 @@
-"""What an operation does with split tensors: each part by itself, with less than everything sent, or with the whole.
+"""Dispatch of operations on split tensors: on each part by itself, with a small exchange, or after gathering.
 
-Operations are known by their names, which are the same for ``torch.add``, ``Tensor.add`` and ``aten::add``.
+Operations are identified by name, which is the same for ``torch.add``, ``Tensor.add`` and ``aten::add``.
 """
 
 import contextlib
@@ -47,14 +47,15 @@ _SAME_SIZE = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 
 
 def operate(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func``, where at least one argument is split.
+    """Call ``func``, at least one of whose arguments is split.
 
     Args:
-        name: of the operation.
-        func, args, kwargs: the call.
+        name: Name of the operation.
+        func, args, kwargs: The call.
     """
     kind = name if name.startswith("__") else name.rstrip("_")
     if kwargs.get("out") is None:
+        # Each returns `NotImplemented` for calls that it cannot do.
         for way in (_special, _elementwise, _by_rule):
             if (result := way(kind, name, func, args, kwargs)) is not NotImplemented:
                 return result
@@ -89,15 +90,15 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each part by itself, where sizes are those of the whole but for broadcasting."""
+    """On each part by itself; sizes are those of the whole except for broadcasting."""
     operands = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
     splits = [operand for operand in operands if isinstance(operand, InParts)]
     if kind not in _ELEMENTWISE or not splits or (_changes_first(name) and not isinstance(args[0], InParts)):
         return NotImplemented
     size = broadcast([operand.cutting.size if isinstance(operand, InParts) else operand.shape for operand in operands])
     if size is None:
-        return NotImplemented  # which the operation itself reports best
-    # One whose parts are those of the result; in place it is the one that is changed.
+        return NotImplemented  # the operation itself reports the error best
+    # The operand whose split the result gets; in place, the one that is changed.
     among = splits[:1] if _changes_first(name) else splits
     like = next((each for each in among if size[-each.cutting.from_end] == each.cutting.length), None)
     if like is None:
@@ -120,7 +121,7 @@ def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any
 
 
 def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each part by itself, where there is a rule for it."""
+    """On each part by itself, if there is a rule."""
     first = args[0] if args else None
     rule = RULES.get(name)
     if rule is None or not isinstance(first, InParts):
@@ -138,7 +139,7 @@ def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _with_the_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put the parts together first."""
+    """Gather the parts first."""
     if isinstance(kwargs.get("out"), InParts):
         raise UnsupportedError(f"`{name}(..., out=...)` into a split tensor. Use what the operation returns.")
     if name.startswith("set "):
@@ -176,7 +177,7 @@ def _any_split(leaves: Iterable[Any]) -> bool:
 
 
 def _read_alike(leaf: Any, like: InParts) -> Any:
-    """A whole tensor that each rank reads for its part: the gradients are added up."""
+    """A whole tensor that each rank reads for its part: its gradients are summed."""
     if isinstance(leaf, InParts):
         leaf = leaf.whole()
     if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
@@ -189,7 +190,7 @@ def _read_alike(leaf: Any, like: InParts) -> Any:
 
 @contextlib.contextmanager
 def _own_numbers(like: InParts) -> Iterator[None]:
-    """Random numbers in here are this rank's own; afterwards all ranks go on alike."""
+    """Context with random numbers of this rank; afterwards all ranks draw the same again."""
     randomness = RegionRng(like.along.group)
     randomness.enter(like.part, like)
     try:
@@ -199,7 +200,7 @@ def _own_numbers(like: InParts) -> Iterator[None]:
 
 
 def _remade(result: Any, like: InParts, along: Along, arguments: Sequence[InParts] = ()) -> Any:
-    """What was made of parts, as split tensors; a part that was changed in place is its split tensor again."""
+    """Results of parts as split tensors; a part that was changed in place gives its split tensor."""
     if isinstance(result, (tuple, list)):
         return type(result)([_remade(each, like, along, arguments) for each in result])
     if not isinstance(result, Tensor) or isinstance(result, InParts):
@@ -284,7 +285,7 @@ def _total(kind: str, split: InParts, arguments: Arguments) -> Any:
 
 
 def _moved(kind: str, func: Callable[..., Any], split: InParts, arguments: Arguments) -> Any:
-    """``to``: another dtype is a matter of each part, another device is not: there may be no group for it."""
+    """``to``: another dtype is local to each part; another device needs the whole, as there may be no group for it."""
     args = arguments.args
     if kind == "to":
         if args and isinstance(args[0], Tensor):

@@ -1,10 +1,9 @@
-"""The parts behind split tensors, and their graph of autograd.
+"""``InParts``: parts behind split tensors, and their autograd graph.
 
-Operations work on parts, which are ordinary tensors with an ordinary graph. The split tensor hangs on it by a node of
-its own (:class:`_Border`), so that it is a tensor of the graph as well; nothing passes there as long as all its users
-take the part. Code that gets past Python takes the split tensor itself: such a user's gradient comes by the border,
-split or whole. And what it makes of split tensors is a split tensor behind a node of *its*: then the part is reached by
-crossing the other way (:class:`_ToPart`).
+Operations work on parts, which are ordinary tensors with an ordinary graph. A border node (:class:`_Border`) makes the
+split tensor a tensor of the graph as well; no gradient passes it as long as all users take the part. Code that bypasses
+Python uses the split tensor itself: its gradient arrives at the border, split or whole. The result of such code is a
+split tensor with another node; its part is then reached by crossing in the other direction (:class:`_ToPart`).
 """
 
 from collections.abc import Sequence
@@ -22,23 +21,34 @@ from smp_strategy.tensor_parallel.sharded_tensor.shapes import Split
 __all__ = ["Along", "InParts", "part_of", "put_together"]
 
 
+# [Note: border nodes]
+#
+#   part --(_Border)--> split tensor --(code that bypasses Python)--> another split tensor --(_ToPart)--> its part
+#
+# Operations in Python take `split.part`, whose graph never touches the border. Autograd Functions, module hooks and
+# backward itself get the split tensor: its `grad_fn` is the border, through which their gradients reach the part. After
+# such code `grad_fn` is a node that is not a border; then the part is stale, and `InParts.part` crosses back, once per
+# node (`_crossed`). After an in-place change of the part the split tensor gets a new border (`_BorderAgain`), and so do
+# the split tensors that it is a view of.
+
+
 class Along(NamedTuple):
     """How a tensor is split."""
 
     group: TensorGroup
-    """The ranks that have the parts."""
+    """Ranks that have the parts."""
     dim: int
-    """Which is cut; not negative."""
+    """Dim that is cut; not negative."""
     lengths: tuple[int, ...]
-    """Of the ranks' parts along it."""
+    """Lengths of the ranks' parts along it."""
 
 
 class InParts(Tensor):
-    """What a ``SplitTensor`` is to autograd and to its operations.
+    """Base of ``SplitTensor``, as autograd and the operations see it.
 
     Attributes:
-        along: how it is split.
-        cutting: the sizes that rules go by; quicker than to ask the tensor.
+        along: How it is split.
+        cutting: Sizes for rules; faster than reading them from the tensor.
     """
 
     along: Along
@@ -53,9 +63,9 @@ class InParts(Tensor):
         """The split tensor of which this rank has ``part``.
 
         Args:
-            part: its gradient is that of this part.
-            along: where it is split.
-            base: the split tensor that it is a view of.
+            part: This rank's part, which gradients flow back to.
+            along: How it is split.
+            base: Split tensor of which it is a view.
         """
         assert part.shape[along.dim] == along.lengths[along.group.rank], "a part has another length than it should have"
         if part.requires_grad:
@@ -80,8 +90,8 @@ class InParts(Tensor):
 
     @property
     def part(self) -> Tensor:
-        """What this rank has."""
-        node = self.node
+        """This rank's part."""
+        node = self.node  # See [Note: border nodes].
         if node is None or type(node) in _BORDERS or node is self._crossed or not torch.is_grad_enabled():
             return self._part
         self._part, self._crossed = _ToPart.apply(self), node
@@ -90,16 +100,16 @@ class InParts(Tensor):
 
     @property
     def node(self) -> Any:
-        """Of the graph, that made it."""
+        """Autograd node of the split tensor itself."""
         with torch._C.DisableTorchFunctionSubclass():
             return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
 
     def whole(self) -> Tensor:
-        """All parts together, on all ranks; collective. All ranks go on alike with it."""
+        """All-gather of the parts, for code that is the same on all ranks; collective."""
         return functions.gather(self.part, *self.along)
 
     def changed(self) -> Self:
-        """To be called after the part was changed in place."""
+        """Update the graph after the part was changed in place."""
         parts: InParts | None = self
         while parts is not None:
             if parts._part.grad_fn is not parts._part_node:
@@ -109,10 +119,10 @@ class InParts(Tensor):
         return self
 
     def begin(self, requires_grad: bool) -> Self:
-        """``requires_grad_``."""
+        """Implementation of ``requires_grad_``."""
         part = self.part
         if requires_grad and not part.requires_grad:
-            self._part = part.detach().requires_grad_()  # the flag is not for others that have this part
+            self._part = part.detach().requires_grad_()  # other users of this part keep their flag
             _BorderAgain.apply(self, self._part)
         elif not requires_grad:
             part.requires_grad_(False)
@@ -134,16 +144,16 @@ def part_of(whole: Tensor, along: Along) -> Tensor:
 
 
 def put_together(tree: Any) -> Any:
-    """``tree`` with whole tensors in the place of split ones; all ranks of the group call it."""
+    """``tree`` with its split tensors gathered; all ranks of the group call it."""
     if not any(isinstance(leaf, InParts) for leaf in leaves_of(tree)):
         return tree
     return pytree.tree_map_only(InParts, InParts.whole, tree)
 
 
 class _Border(torch.autograd.Function):
-    """From a part to its split tensor."""
+    """Node from a part to its split tensor."""
 
-    # Not what a pipeline puts into its place: no placed tensor comes here.
+    # The original `apply`, not the one that a pipeline installs: no placed tensor comes here.
     apply = vars(torch.autograd.Function)["apply"]
 
     @staticmethod
@@ -158,7 +168,7 @@ class _Border(torch.autograd.Function):
 
 
 class _BorderAgain(torch.autograd.Function):
-    """The same, for a split tensor that exists and whose part has changed."""
+    """Node for an existing split tensor whose part has changed."""
 
     apply = vars(torch.autograd.Function)["apply"]
 
@@ -175,7 +185,7 @@ class _BorderAgain(torch.autograd.Function):
 
 
 class _ToPart(torch.autograd.Function):
-    """From a split tensor to its part."""
+    """Node from a split tensor to its part."""
 
     apply = vars(torch.autograd.Function)["apply"]
 
@@ -194,7 +204,7 @@ _BORDERS: frozenset[Any] = frozenset(kind._backward_cls for kind in (_Border, _B
 
 
 def _strides(part: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of a whole tensor whose elements stand in the order of the part's."""
+    """Strides of a whole tensor with the memory order of the part."""
     order = range(part.dim())
     if not part.is_contiguous():
         order = sorted(order, key=lambda dim: part.stride(dim), reverse=True)  # type: ignore[assignment]

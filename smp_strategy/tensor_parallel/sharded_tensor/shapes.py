@@ -1,11 +1,11 @@
-"""Which operations on a tensor that is cut along a dim can be done on each part by itself, and how.
+"""Rules for local operations on a tensor that is cut along a dim.
 
-An operation is *local* if the parts of its result are what it makes of the parts of its input: a sum over another dim,
-a transposition, a reshape that keeps the elements of a part together. Rules are functions of sizes and arguments::
+An operation is *local* if it maps parts of its input to parts of its result: a sum over another dim, a transposition, a
+reshape that keeps the elements of a part together. Rules are functions of sizes and arguments::
 
-    rule(cut, arguments) -> Local(arguments for the part, where the result is cut), or None: not local
+    rule(split, arguments) -> Local(arguments for the part, cut of the result), or None: not local
 
-so that they can be read and tested without ranks. Sizes in arguments are those of the whole tensor.
+so they can be read and tested without ranks. Sizes in arguments are those of the whole tensor.
 """
 
 import math
@@ -22,59 +22,62 @@ __all__ = ["RULES", "Arguments", "Local", "Split", "broadcast", "reshaped"]
 @final
 @dataclass(frozen=True)
 class Split:
-    """A tensor of which each rank has a part."""
+    """Sizes of a tensor in parts."""
 
     size: tuple[int, ...]
-    """Of the whole tensor."""
+    """Sizes of the whole tensor."""
     dim: int
-    """Which of its dims is cut; not negative."""
+    """Dim that is cut; not negative."""
     lengths: tuple[int, ...]
-    """Of the ranks' parts along it."""
+    """Lengths of the ranks' parts along it."""
     rank: int
-    """Whose part is asked for."""
+    """Rank of the part in question."""
 
     @property
     def length(self) -> int:
-        """Of the whole tensor along the dim that is cut."""
+        """Length of the whole tensor along the cut dim."""
         return self.size[self.dim]
 
     @property
     def mine(self) -> int:
-        """Of the part along the dim that is cut."""
+        """Length of the part along the cut dim."""
         return self.lengths[self.rank]
 
     @property
     def from_end(self) -> int:
-        """The number of the dim counted from the end: 1 for the last one. As broadcasting counts."""
+        """The cut dim counted from the end, as broadcasting does: 1 for the last one."""
         return len(self.size) - self.dim
 
     def index(self, dim: int) -> int:
-        """A dim that may be negative as one that is not."""
+        """``dim`` as a number that is not negative."""
         return dim % len(self.size)
 
 
 class Local(NamedTuple):
-    """What is done with the part."""
+    """Call on the part, and split of its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dim: int
-    """Where the results are cut."""
+    """Cut dim of the results."""
     lengths: tuple[int, ...]
 
 
 class Arguments(NamedTuple):
-    """Those behind the tensor."""
+    """Arguments after the tensor."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """One of them."""
+        """One argument."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def sizes(self, name: str) -> tuple[int, ...] | None:
-        """Where they are sizes or dims only, as one sequence or one by one; ``None``: they are something else."""
+        """The arguments as one tuple, if they are sizes or dims only; otherwise ``None``.
+
+        They may be given as a sequence or one by one.
+        """
         found = self.args or (self.kwargs.get(name),)
         if len(found) == 1 and isinstance(found[0], Sequence):
             found = tuple(found[0])
@@ -82,7 +85,7 @@ class Arguments(NamedTuple):
         return found if is_all and all(isinstance(each, int) for each in found) else None
 
     def local(self, split: Split, dim: int | None = None, lengths: Sequence[int] | None = None) -> Local:
-        """The same for the part."""
+        """The same arguments for the part."""
         return Local(
             self.args,
             dict(self.kwargs),
@@ -99,7 +102,7 @@ def _anywhere(split: Split, arguments: Arguments) -> Local | None:
 
 
 def _over_other_dims(keepdim: int = 1) -> Rule:
-    """For what goes over dims that are given, if they are not that one; ``keepdim`` is at that place."""
+    """Rule for reductions over given dims other than the cut one; ``keepdim`` is the position of that argument."""
 
     def rule(split: Split, arguments: Arguments) -> Local | None:
         dims = arguments.get(0, "dim", arguments.kwargs.get("axis"))
@@ -115,7 +118,7 @@ def _over_other_dims(keepdim: int = 1) -> Rule:
 
 
 def _spread(split: Split, arguments: Arguments) -> Local | None:
-    # Torch warns where there is nothing.
+    # Torch warns about empty parts.
     return _over_other_dims(2)(split, arguments) if all(split.lengths) else None
 
 
@@ -146,7 +149,7 @@ def _matmul(split: Split, arguments: Arguments) -> Local | None:
 
 
 def broadcast(sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """The size of what is computed element by element from tensors of these ``sizes``; ``None``: they do not fit."""
+    """Broadcast size of ``sizes``; ``None``: they do not fit."""
     found = [1] * max(map(len, sizes))
     for size in sizes:
         for place in range(-len(size), 0):
@@ -158,7 +161,7 @@ def broadcast(sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 
 
 def reshaped(split: Split, size: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-    """Where a tensor is cut after it takes another ``size`` (which may have one ``-1``), and how, if it can be."""
+    """Cut dim and lengths after a reshape to ``size`` (which may have one ``-1``); ``None``: not local."""
     sizes = _complete(split.size, size)
     before, behind = math.prod(split.size[: split.dim]), math.prod(split.size[split.dim + 1 :])
     if not math.prod(split.size):
@@ -236,7 +239,7 @@ def _squeeze(split: Split, arguments: Arguments) -> Local | None:
     removed = sorted(dim for dim in given if split.size[dim] == 1)
     if split.dim in removed:
         return None
-    # Told which ones: a part may be of length 1 where the whole is not.
+    # Explicit dims: a part may have length 1 where the whole has not.
     return Local((tuple(removed),), {}, split.dim - sum(dim < split.dim for dim in removed), split.lengths)
 
 
@@ -250,7 +253,7 @@ def _expand(split: Split, arguments: Arguments) -> Local | None:
 
 
 def _along_other_dim(position: int, default: int | None = None, *, removes: bool = False) -> Rule:
-    """For what takes elements along one dim, given at ``position``."""
+    """Rule for operations along one dim, given at ``position``, other than the cut one."""
 
     def rule(split: Split, arguments: Arguments) -> Local | None:
         dim = arguments.get(position, "dim", default)
@@ -275,7 +278,7 @@ def _getitem(split: Split, arguments: Arguments) -> Local | None:
 
 
 def _num_dims(index: Any) -> int | None:
-    """How many dims of the tensor an index is for; ``None``: an index of another kind."""
+    """Number of dims of the tensor that an index consumes; ``None``: an index of another kind."""
     if index is None or index is Ellipsis:
         return 0
     if isinstance(index, Tensor) and type(index) is Tensor:
@@ -296,7 +299,7 @@ def _full_getitem(split: Split, index: tuple[Any, ...]) -> Local | None:
         return None
     places = [number for number, each in enumerate(index) if isinstance(each, Tensor)]
     if places:
-        # Integers beside tensors are indices like them, whose dims come first unless they stand side by side.
+        # Integers beside tensors count as indices; the indexed dims come first unless all indices are adjacent.
         places = [number for number, each in enumerate(index) if isinstance(each, Tensor | int)]
         tensors = [each for each in index if isinstance(each, Tensor)]
         if places[-1] - places[0] >= len(places) or places[0] < at < places[-1]:
@@ -340,4 +343,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("unbind",), _along_other_dim(0, 0, removes=True)),
     "select": _along_other_dim(0, removes=True),
 }
-"""By the name of the operation."""
+"""Rules by name of the operation."""

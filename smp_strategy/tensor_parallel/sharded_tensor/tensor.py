@@ -1,21 +1,21 @@
-"""A tensor of which each rank has a part, and which code uses as if it were whole.
+"""``SplitTensor``: a tensor of which each rank has a part, and which code uses as if it were whole.
 
-Logits of a vocabulary that is split, or the residual stream of a transformer under sequence parallelism, should stay in
-parts, while code that was written for whole tensors goes on: models, losses, metrics. A :class:`SplitTensor` has the
-sizes of the whole tensor. What is done with it comes here:
+Logits of a split vocabulary, or the residual stream under sequence parallelism, should stay in parts while code written
+for whole tensors keeps working: models, losses, metrics. A :class:`SplitTensor` has the sizes of the whole tensor, and
+intercepts its operations:
 
-* questions about metadata are answered for the whole tensor;
-* what can be done on each part by itself is, and gives split tensors again: whatever goes element by element, with
-  broadcasting (whole tensors that come along are cut likewise, or have their gradients added up), and what
-  :mod:`~smp_strategy.tensor_parallel.sharded_tensor.shapes` has a rule for;
-* a few operations exchange less than the whole: cross-entropy, ``argmax``, sums;
-* for anything else the parts are put together first: slower, and right.
+* metadata are those of the whole tensor;
+* operations that work on each part by itself give split tensors again: elementwise ones, with broadcasting (whole
+  operands are cut likewise, or get their gradients summed), and those with a rule in
+  :mod:`~smp_strategy.tensor_parallel.sharded_tensor.shapes`;
+* some operations exchange less than the whole: cross-entropy, ``argmax``, sums;
+* for all others the parts are gathered first: slower, but right.
 
-So all ranks of the group must do the same with it, printing included.
+So all ranks of the group must execute the same operations, printing included.
 
-The graph of autograd is that of the parts. A node at its border makes the split tensor itself a part of the graph as
-well, for what does not ask Python (custom autograd Functions, hooks of modules, backward itself); gradients that come
-by that way may be split or whole.
+The autograd graph is that of the parts. A border node makes the split tensor itself a part of the graph, too, for code
+that bypasses Python (custom autograd Functions, hooks of modules, backward itself); gradients that arrive there may be
+split or whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,25 +32,25 @@ from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts, pa
 
 __all__ = ["SplitTensor", "even_lengths"]
 
-# Questions about a tensor's place in memory or in the graph, which the part answers.
+# Attributes of a tensor's memory or graph, taken from the part.
 _OF_PART = frozenset({"data_ptr", "untyped_storage", "is_shared", "is_pinned", "_is_view", "_version", "retains_grad"})
-# What PyTorch itself keeps for a tensor of the graph.
+# Attributes that PyTorch itself keeps for a tensor of the graph.
 _OF_ITSELF = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "_base", "_cdata"})
 
 
 @final
 class SplitTensor(InParts):
-    """See the module docstring. Made by :meth:`from_part` and :meth:`from_whole`."""
+    """A tensor in parts. Created by :meth:`from_part` and :meth:`from_whole`."""
 
     @classmethod
     def from_part(cls, part: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Self:
         """The tensor of which this rank has ``part``.
 
         Args:
-            part: this rank's, of which gradients flow back.
-            group: the ranks.
-            dim: along which their parts stand behind each other.
-            lengths: of their parts along it.
+            part: This rank's part, which gradients flow back to.
+            group: Ranks that have the parts.
+            dim: Dim along which the parts are concatenated.
+            lengths: Lengths of the ranks' parts along it.
         """
         return cls.of(part, Along(group, dim % part.dim(), tuple(lengths)))
 
@@ -59,11 +59,11 @@ class SplitTensor(InParts):
         """``whole``, of which each rank keeps its part.
 
         Args:
-            whole: the same on all ranks.
-            group: the ranks.
-            dim: along which it is cut.
-            lengths: of the parts along it; ``None``: as equal as they can be. Some are zero if there are too few
-                elements.
+            whole: The same tensor on all ranks.
+            group: Ranks that get the parts.
+            dim: Dim that is cut.
+            lengths: Lengths of the parts along it; ``None``: as equal as possible. Some are zero if there are too
+                few elements.
         """
         dim %= whole.dim()
         along = Along(group, dim, tuple(lengths or even_lengths(whole.shape[dim], group.size)))
@@ -91,7 +91,7 @@ class SplitTensor(InParts):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # By a way past Python. Gradients are taken care of above, for the tensor as a whole.
+        # Calls that bypass `__torch_function__`. Gradients are recorded above, for the tensor as a whole.
         with torch.no_grad():
             return operate(func._schema.name.split("::")[1], func, args, kwargs or {})
 
@@ -157,7 +157,7 @@ class SplitTensor(InParts):
 
 
 def even_lengths(length: int, size: int) -> list[int]:
-    """``length`` in as many parts as ``size`` ranks, as equal as they can be."""
+    """``length`` divided among ``size`` ranks as equally as possible; the first ones get more."""
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
@@ -180,7 +180,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
 
 
 def _parts_of(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any] | None]:
-    """What backward starts from, on parts."""
+    """Roots and gradients of a backward, as parts."""
     roots = _listed(tensors)
     parts = [each.part if isinstance(each, InParts) else each for each in roots]
     if gradients is None:

@@ -77,7 +77,7 @@ def one_rank(architecture: Architecture, stages: int) -> tuple[Tensors, Tensors,
     result.commit(torch.ones(()), reduce=True)
     gradients = _gradients(model)
     optimizer.step()
-    found = gradients, engine.full_state_dict(), list(engine.partition.stage_of.values())
+    found = gradients, engine.saved.full_state_dict(), list(engine.partition.stage_of.values())
     engine.close()
     return found
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.checkpoint_state import random_of_now
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
+from smp_strategy.distributed.rng_state import replay_from_now
 
 __all__ = ["ALL", "CHEAP", "WIDTH", "Counting", "Mlp", "gradients", "numbers", "treated"]
 
@@ -58,7 +58,7 @@ def treated(
     def call(*args: Any, **kwargs: Any) -> Any:
         if treatment.is_default or not torch.is_grad_enabled():
             return module(*args, **kwargs)
-        unit = UnitCall(name, module, 0, **{"random": random_of_now(device), **about})
+        unit = UnitCall(name, module, 0, **{"random": replay_from_now(device), **about})
         return activations.recomputed(unit, treatment, functools.partial(module))(*args, **kwargs)
 
     return call

@@ -30,7 +30,7 @@ class Moment:
 
 
 class Device:
-    """Copies between a device and the host as :class:`smp_strategy.activations.copy_stream.CopyStream`.
+    """Copies between a device and the host as :class:`smp_strategy.distributed.host_copies.HostCopies`.
 
     Copies happen when they are waited for, or when :meth:`work` is called: whoever reads too early, or uses memory
     again that is still being read, gets wrong numbers.
@@ -48,7 +48,7 @@ class Device:
         self.allocated = 0
         self._num_copies = 0
 
-    def host_memory(self, nbytes: int) -> Tensor:
+    def memory(self, nbytes: int) -> Tensor:
         self.allocated += nbytes
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 

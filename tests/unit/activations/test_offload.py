@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.copy_stream import copies_of
+from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.errors import UnsupportedError
 from tests.unit.activations.double import Device
 from tests.unit.activations.offloading import (
@@ -225,7 +225,7 @@ def test_a_change_in_place_is_the_error_that_autograd_makes_of_it(when: str) -> 
 
 def test_a_change_after_the_copy_does_no_harm() -> None:
     x = leaf()
-    offload = offload_on(copies_of(torch.device("cpu")))
+    offload = offload_on(HostCopies(torch.device("cpu")))
     with offload.step(None):
         y = run(offload, squaring, (0, 0), h := x * 1)
         with torch.no_grad():
@@ -337,7 +337,7 @@ def test_a_step_that_leaves_its_plan_counts_calls() -> None:
 
 def test_the_cpu_takes_the_same_way() -> None:
     x = leaf()
-    offload = offload_on(copies_of(torch.device("cpu")))
+    offload = offload_on(HostCopies(torch.device("cpu")))
     functions = [saving, squaring, torch.sigmoid]
     with offload.step(None):
         chain(offload, functions, x).sum().backward()

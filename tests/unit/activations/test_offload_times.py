@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.copy_stream import copies_of
+from smp_strategy.distributed.host_copies import HostCopies
 from tests.unit.activations.double import Device
 from tests.unit.activations.offloading import (
     NBYTES,
@@ -235,7 +235,7 @@ def test_what_comes_back_begins_at_an_address_as_round_as_before() -> None:
 
 def test_a_tensor_that_was_changed_since_is_another_one() -> None:
     x = leaf()
-    offload = offload_on(copies_of(torch.device("cpu")))
+    offload = offload_on(HostCopies(torch.device("cpu")))
     h = x * 1
     with offload.step(None):
         first = run(offload, squaring, (0, 0), h)

@@ -7,11 +7,14 @@ import torch
 
 from smp_strategy.distributed.rng_state import (
     are_equal,
+    capture,
     drawing_from,
     exceptions_to_first,
     global_state,
     of_rank,
     packed,
+    replay_from_now,
+    restore,
     set_global_state,
     set_of_rank,
     unpacked,
@@ -66,3 +69,24 @@ def test_states_are_compared_by_value():
     assert not are_equal(one, other)
     assert not are_equal({"a": 1}, {"b": 1})
     assert not are_equal([1], [1, 2])
+
+
+def test_further_generators_are_captured_and_restored_together():
+    given = torch.Generator()
+    generators = [torch.default_generator, given]
+    state = capture(generators, numpy=False)
+    drawn = float(torch.rand(())), random.random(), float(torch.rand((), generator=given))
+    before = numpy.random.rand()
+    restore(state, generators)
+    assert (float(torch.rand(())), random.random(), float(torch.rand((), generator=given))) == drawn
+    assert numpy.random.rand() != before
+
+
+def test_draws_are_replayed_as_often_as_needed_and_leave_nothing():
+    replayed = replay_from_now(torch.device("cpu"))
+    first = draw()
+    before = global_state()
+    for _ in range(2):
+        with replayed():
+            assert draw() == first
+    assert global_state() == before

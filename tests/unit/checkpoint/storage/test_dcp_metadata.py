@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation, from_bytes, to_bytes
-from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 CONTENTS = DirectoryContents(
     tensors={

@@ -3,10 +3,10 @@ import torch
 
 from smp_strategy.checkpoint.storage.dcp_format import FlatState
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
-from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, assign
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 
 def offers(*states):

@@ -1,11 +1,11 @@
-"""Where tensors wait on the host: memory that is used again and again.
+"""Pool of page-locked host memory, for offloaded tensors.
 
-Memory that a device copies to and from while it computes must be pinned. That takes milliseconds, stops the device, and
-PyTorch rounds every piece of it up to a power of two. So memory is pinned in large *slabs*, which are cut into buffers
-of a few sizes. A buffer is leased; when its lease is gone, whatever the reason, the next one gets it. The device may
-still be at work on it then: whoever writes next waits for that, on the device and not on the host.
+Memory that a device copies to and from while it computes must be page-locked. Locking takes milliseconds, stops the
+device, and PyTorch rounds each allocation up to a power of two. So memory is locked in large *slabs*, which are divided
+into buffers of a few sizes. A buffer is leased; when the lease is garbage-collected, the next lease gets it. The device
+may still be using it then: the next writer waits for that, on the device and not on the host.
 
-Slabs that nobody has used for a whole step are given back to the system.
+Slabs that were unused for a whole step are returned to the system.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from typing import final
 
 from torch import Tensor
 
-from smp_strategy.activations.copy_stream import StreamEvent
+from smp_strategy.distributed.host_copies import StreamEvent
 
 __all__ = ["PinnedPool", "PinnedBuffer"]
 
-# At most an eighth of a buffer is more than was asked for.
+# Size classes per doubling: a buffer exceeds the request by at most an eighth.
 STEPS_PER_DOUBLING = 8
-# A slab is a power of two: with so many buffers at least, unless it would be larger than this.
+# A slab is a power of two with at least so many buffers, unless it would exceed the largest size.
 BUFFERS_PER_SLAB = 8
 LARGEST_SLAB = 1 << 28
 
@@ -33,7 +33,7 @@ class _Slab:
         self.size = size
         self.num_buffers = memory.numel() // size
         self.was_used = True
-        # A list, because appending to it is safe wherever the garbage collector runs.
+        # A list, because appending to it is safe in `__del__`, whatever the garbage collector interrupts.
         self.free: list[tuple[Tensor, StreamEvent | None]] = [
             (memory[number * size : (number + 1) * size], None) for number in range(self.num_buffers)
         ]
@@ -45,11 +45,11 @@ class _Slab:
 
 @final
 class PinnedBuffer:
-    """A buffer, for as long as this object lives.
+    """Lease of a buffer; ends with the life of this object.
 
     Attributes:
-        memory: the buffer; at least as many bytes as asked for.
-        busy_until: what the device does with it is done then; to be kept up to date by who has the lease.
+        memory: The buffer, at least as many bytes as requested.
+        busy_until: Event after which the device no longer uses it; the holder of the lease updates it.
     """
 
     def __init__(self, slab: _Slab) -> None:
@@ -63,13 +63,13 @@ class PinnedBuffer:
 
 @final
 class PinnedPool:
-    """See the module docstring.
+    """Pool of page-locked buffers.
 
     Args:
-        allocate: makes memory of so many bytes.
+        allocate: Allocates that many bytes of page-locked memory.
 
     Attributes:
-        most_leased: the highest number of bytes leased at once since it was last set.
+        most_leased: Peak of leased bytes since it was last set.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
@@ -78,7 +78,7 @@ class PinnedPool:
         self.most_leased = 0
 
     def lease(self, nbytes: int) -> PinnedBuffer:
-        """A buffer of at least ``nbytes``."""
+        """Lease a buffer of at least ``nbytes``."""
         size = _size_class(nbytes)
         slabs = self._slabs.setdefault(size, [])
         slab = next((slab for slab in slabs if slab.free), None)
@@ -91,7 +91,7 @@ class PinnedPool:
 
     @property
     def leased(self) -> int:
-        """Bytes of buffers that are in use."""
+        """Bytes of leased buffers."""
         return sum(slab.num_leased * slab.size for slabs in self._slabs.values() for slab in slabs)
 
     @property
@@ -100,7 +100,7 @@ class PinnedPool:
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def trim(self) -> None:
-        """Let go of the slabs from which nothing was leased since this was last called."""
+        """Free the slabs from which nothing was leased since the previous call."""
         for size, slabs in list(self._slabs.items()):
             self._slabs[size] = [slab for slab in slabs if slab.num_leased or slab.was_used]
             for slab in slabs:
@@ -108,7 +108,7 @@ class PinnedPool:
 
 
 def _size_class(nbytes: int) -> int:
-    """The smallest size of a buffer for ``nbytes``."""
+    """Smallest buffer size for ``nbytes``."""
     step = max((1 << (nbytes.bit_length() - 1)) // STEPS_PER_DOUBLING, 512)
     return -(-nbytes // step) * step
 

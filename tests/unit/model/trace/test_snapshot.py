@@ -1,4 +1,4 @@
-"""What code does to objects, generators and iterators is undone."""
+"""Snapshots restore objects, containers and generators; iterators give their items again."""
 
 import collections
 import itertools
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from smp_strategy.model.trace.snapshot import Snapshot, contents_of, fill
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 
 
 class Meter:
@@ -26,7 +26,7 @@ class Meter:
 
 def test_objects_of_the_users_classes_are_as_before():
     meter, inside, namespace, array = Meter(), Meter(), SimpleNamespace(step=1), np.zeros(2)
-    with objects_restored([meter, {"inner": [inside]}, namespace, array]):
+    with Snapshot(objects=[meter, {"inner": [inside]}, namespace, array]):
         meter.update(1.0)
         inside.update(2.0)
         namespace.step += 1
@@ -39,7 +39,7 @@ def test_objects_of_the_users_classes_are_as_before():
 
 def test_lists_dicts_and_sets_in_them_are_as_before():
     namespace = SimpleNamespace(values=[1.0], by_name={"a": [0]}, seen={1}, latest=collections.deque([1], maxlen=2))
-    with objects_restored([{"inner": namespace}]):
+    with Snapshot(objects=[{"inner": namespace}]):
         namespace.values.append(2.0)
         namespace.by_name["a"].append(1)
         namespace.by_name["b"] = []
@@ -54,7 +54,7 @@ def test_lists_dicts_and_sets_in_them_are_as_before():
 
 def test_they_are_after_an_error_too():
     meter = Meter()
-    with pytest.raises(ZeroDivisionError), objects_restored([meter]):
+    with pytest.raises(ZeroDivisionError), Snapshot(objects=[meter]):
         meter.update(1 / 0)
     assert meter.count == 0
 
@@ -62,7 +62,7 @@ def test_they_are_after_an_error_too():
 def test_of_objects_of_libraries_numbers_are():
     logger = logging.Logger("a name")
     handler = logging.NullHandler()
-    with objects_restored([logger]):
+    with Snapshot(objects=[logger]):
         logger.setLevel(logging.ERROR)
         logger.parent = handler
     assert logger.level == logging.NOTSET
@@ -72,7 +72,7 @@ def test_of_objects_of_libraries_numbers_are():
 def test_classes_and_circles_are_no_obstacle():
     meter = Meter()
     meter.itself = [meter]
-    with objects_restored([Meter, meter, collections.Counter("aa")]):
+    with Snapshot(objects=[Meter, meter, collections.Counter("aa")]):
         meter.update(1.0)
     assert meter.count == 0
 
@@ -92,7 +92,7 @@ def test_generators_go_on_where_they_were(make, draw):
     wanted = [draw(expected) for _ in range(3)]
     generator = make()
     found = [draw(generator)]
-    with objects_restored([{"inner": generator}]):
+    with Snapshot(objects=[{"inner": generator}]):
         draw(generator)
         draw(generator)
     assert [*found, draw(generator), draw(generator)] == wanted
@@ -132,3 +132,44 @@ def test_an_iterator_ends_when_it_ended():
         assert list(holder["it"]) == [1, 2]
     assert list(holder["it"]) == [1, 2]
     assert list(holder["it"]) == []
+
+
+def test_dicts_get_back_their_order_and_the_same_container_stays():
+    names = {"a": 1, "b": 2}
+    with Snapshot(containers=[names]) as snapshot:
+        names["c"] = names.pop("a")
+        with snapshot.of_now():
+            names.clear()
+        assert names == {"b": 2, "c": 1}
+    assert list(names.items()) == [("a", 1), ("b", 2)]
+
+
+def test_ignored_names_are_neither_captured_nor_restored():
+    module = torch.nn.Linear(1, 1)
+    module.calls = 0
+    snapshot = Snapshot()
+    snapshot.add(vars(module), ignored={"training"})
+    module.calls, module.late = 1, True
+    module.eval()
+    snapshot.restore()
+    assert module.calls == 0
+    assert not hasattr(module, "late")
+    assert not module.training
+
+
+def test_captured_values_may_be_replaced_as_they_are_restored():
+    values = [1, 2]
+    snapshot = Snapshot(containers=[values])
+    values.clear()
+    snapshot.restore(lambda value: 10 * value)
+    assert values == [10, 20]
+
+
+def test_nothing_is_written_to_what_is_the_same():
+    class Watched(dict):
+        def __setitem__(self, key, value):
+            raise AssertionError(key)
+
+    watched = Watched(a=[1])
+    fill(watched, contents_of(watched))
+    assert watched == {"a": [1]}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.pinned_pool import PinnedPool
+from smp_strategy.distributed.pinned_pool import PinnedPool
 from tests.unit.activations.double import Moment
 
 

@@ -1,0 +1,102 @@
+"""The parts of an engine, which its reports and its saved state share with it."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.hooks.views import Views
+from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.parallelize import Parallelizer
+from smp_strategy.engine.pending_state import PendingState
+from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.recording import Recorded
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.precision.mixed_precision import MixedPrecision
+
+__all__ = ["EngineParts"]
+
+
+@final
+class EngineParts:
+    """Parts that come into being while a module is attached and partitioned.
+
+    Args:
+        config: all options.
+        device: where this rank computes.
+        timeout: longest wait for another rank; ``None``: that of the backend.
+
+    Attributes:
+        config, device, timeout: as given.
+        module: the attached module; it stays known after it is detached.
+        optimizers: of the module.
+        calls: intercepts calls of units.
+        views: of the user's hooks.
+        late: state that waits for the first step.
+        delayed: tensors on the meta device; exists once a module is attached.
+        known_mesh, known_layout: ``None`` before a module is attached.
+        share: this rank's part of the module; ``None`` before the first step.
+        recorded: the latest training step that had a plan.
+        seed, num_steps, num_evaluations: where random streams are.
+    """
+
+    delayed: DelayedModule
+
+    def __init__(self, config: SMPConfig, device: torch.device, timeout: timedelta | None) -> None:
+        self.config = config
+        self.device = device
+        self.timeout = timeout
+        self.module: nn.Module | None = None
+        self.optimizers: Sequence[Optimizer] = ()
+        self.calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
+        self.views = Views()
+        self.late = PendingState()
+        self.known_mesh: ProcessMesh | None = None
+        self.known_layout: Parallelizer | None = None
+        self.share: LocalModel | None = None
+        self.recorded: Recorded | None = None
+        self.seed = self.num_steps = self.num_evaluations = 0
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """This rank's place among the ranks; exists once a module is attached."""
+        if self.known_mesh is None:
+            raise SMPError("The process mesh does not exist before a module is attached to the engine.")
+        return self.known_mesh
+
+    @property
+    def layout(self) -> Parallelizer:
+        """Decides which rank gets which part; exists once a module is attached."""
+        if self.known_layout is None:
+            raise SMPError("The layout does not exist before a module is attached to the engine.")
+        return self.known_layout
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which unit goes to which stage, once it is decided."""
+        return None if self.known_layout is None else self.known_layout.partition
+
+    @property
+    def spread(self) -> LocalModel:
+        """This rank's part of the module; exists from the first step on."""
+        if self.share is None:
+            raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
+        return self.share
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks lack values of the module."""
+        return self.share is not None and self.share.whole_on != "all"
+
+    def reduce_gradients(self) -> None:
+        """Sum up over stages, and average over replicas, gradients added since the last time. Collective."""
+        if self.share is not None:
+            with self.views.put_aside():
+                self.share.reduction.reduce()

@@ -1,0 +1,86 @@
+"""Arguments of a call, made ready for use: placed tensors of this program, and metadata for the prediction."""
+
+import weakref
+from typing import Any, final
+
+from torch import Tensor
+
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes, left_behind
+from smp_strategy.model.trace.fake_call import is_left_behind
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.aliasing import follow_change
+from smp_strategy.pipeline.kept_tensors import AdoptedTensors
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor, number_of
+from smp_strategy.pipeline.record import ProgramTrace
+
+__all__ = ["Arguments"]
+
+
+@final
+class Arguments:
+    """Arguments of the calls of one program.
+
+    Args:
+        interpreter: of the program.
+        record: of the program.
+        stage: this rank's stage.
+        leftovers: attributes that units leave, where the program is a survey.
+    """
+
+    def __init__(
+        self, interpreter: Interpreter, record: ProgramTrace, stage: int, leftovers: ExposedAttributes | None
+    ) -> None:
+        self._interpreter = interpreter
+        self._record = record
+        self._stage = stage
+        self._leftovers = leftovers
+        self._adopted = AdoptedTensors()
+        self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
+
+    def open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
+        """Make ``leaves`` ready for use; tensors of ended programs are replaced in it.
+
+        Returns:
+            The placed tensors among them, and all of them with tensors by their metadata.
+        """
+        placed, given = [], []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, PlacedTensor):
+                if leaf.program is not self._interpreter:
+                    known = leaf.known
+                    leaf = leaves[position] = self._adopted.adopted(leaf, self._interpreter) if known is None else known
+                if isinstance(leaf, PlacedTensor):
+                    if leaf.version != leaf.memory.version:
+                        follow_change(leaf, self._record, self._stage)
+                    placed.append(leaf)
+                    given.append(leaf.spec)
+                    continue
+            if isinstance(leaf, slice):
+                leaf = leaves[position] = slice(*map(number_of, (leaf.start, leaf.stop, leaf.step)))
+            if not isinstance(leaf, Tensor):
+                given.append(leaf)
+            elif is_left_behind(leaf):
+                leaf = leaves[position] = self._instead_of_mark(leaf)
+                placed.append(leaf)
+                given.append(leaf.spec)
+            else:
+                given.append(self._spec_of(leaf))
+        return placed, given
+
+    def clear(self) -> None:
+        """The program has ended."""
+        self._adopted.clear()
+
+    def _spec_of(self, tensor: Tensor) -> TensorSpec:
+        # A mask or a rotary table goes to every block.
+        known = self._specs.get(id(tensor))
+        same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
+        if known is None or not same or known[1].requires_grad != tensor.requires_grad:
+            known = self._specs[id(tensor)] = (weakref.ref(tensor), TensorSpec.of(tensor))
+        return known[1]
+
+    def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
+        """A tensor for one that a unit has left in an attribute; the survey is repeated with the attribute exposed."""
+        if self._leftovers is None or not self._leftovers.has_news:
+            raise left_behind()
+        return self._interpreter.bring(TensorSpec.of(mark), [0], None)
