@@ -17,7 +17,7 @@ test-rest := $(filter-out $(test-ranks),$(patsubst %/,%,$(filter-out %__pycache_
 # Of grids of cases, as many as tests/grids.py says.
 cases := --sparse
 
-.PHONY: help setup train test test-all test-ranks test-rest lint format
+.PHONY: help setup train test test-all test-ranks test-rest lint format picture
 
 help:
 	@sed -n 1,2p Makefile
@@ -50,3 +50,7 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Draws docs/picture.svg again.
+picture: setup
+	PYTHONPATH=examples $(BIN)/python docs/picture.py

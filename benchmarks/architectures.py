@@ -30,11 +30,11 @@ INTRODUCTION = """# Hugging Face architectures
 
 Written by `python -m benchmarks.architectures`; run by `tests/parity/huggingface`.
 
-Each row is a tiny random model of transformers {version} that nothing was changed in. One optimizer step on
-{stages} stages, two microbatches, is compared with the same step of one process: every gradient and every weight.
-*Units* are those of each stage. *Difference* is relative to the largest element of the tensor that differs most; it is
-zero except where weights are tied across stages or a unit runs more than once, because then sums are taken in another
-order. No row needs more than the step `model(**batch).loss`, but for its remark.
+Each row is an unchanged tiny random model of Transformers {version}. One optimizer step on {stages} stages, with two
+microbatches, is compared with the same step of a single process: every gradient and every weight. *Units* are the
+numbers of units of each stage. *Difference* is relative to the largest element of the tensor that differs most; it is
+zero except if weights are tied across stages or a unit runs more than once, because then the order of summation
+differs. Every row needs only the step `model(**batch).loss`, apart from its remark.
 
 {score}
 

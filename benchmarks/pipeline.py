@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, an hour and a half on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, at most an hour and a half on two cores
     python benchmarks/pipeline.py --short    # the same with half as many tokens, so that passes take half as long
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
@@ -15,7 +15,7 @@ times differ from turn to turn and from one start of the processes to the next, 
 measured: so both sides are built several times, in new processes, with more turns where the cut is given. Two kinds of
 stages:
 
-* *compute*: a GPT (hand-written, so that torch's stages need no tracing);
+* *compute*: a GPT (hand-written, so that torch's stages need no tracing), on no more ranks than there are cores;
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
   their own in autograd's graph, so that both sides can split backward. Sleeping needs no core: any number of ranks can
   be timed on two of them, and it is known how long a step should take. A pass of a stage takes as long as one of a
@@ -41,6 +41,7 @@ simulation of as many steps finds.
 import copy
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -408,6 +409,11 @@ def figures(rows: Sequence[Row], steps: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
+def has_cores(setting: Setting) -> bool:
+    """Whether every rank that computes has a core of its own: ranks that share one only take turns."""
+    return setting.sleeps or setting.num_ranks <= len(os.sched_getaffinity(0))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run it for 2 and 4 ranks."""
     is_quick = "--quick" in arguments
@@ -416,7 +422,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'alone':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
     for num_ranks in (2,) if is_quick else (2, 4):
-        for setting in settings(num_ranks, size):
+        for setting in filter(has_cores, settings(num_ranks, size)):
             rows.append(compare(setting, size))
             show(rows[-1])
     print(json.dumps(figures(rows, size.steps)))

@@ -1,6 +1,6 @@
-"""The command ``smp``: its arguments, and its exit status when something fails.
+"""Command line interface ``smp`` (``python -m smp_strategy.cli``): arguments and exit status of its commands.
 
-``python -m smp_strategy.cli`` is the same. Help must not wait for PyTorch, so a command imports its module late.
+Commands import their modules late, so that ``--help`` does not wait for PyTorch.
 """
 
 import argparse
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: of the command line; ``None``: of this process.
+        arguments: Arguments of the command line; ``None``: those of this process.
 
     Returns:
-        The exit status: 0, or 1 where ``smp verify`` has found damage, or 2 where the command could not be carried out.
+        Exit status: 0 for success, 1 for damage found by ``smp verify``, 2 for a failed command, 130 for an interrupt.
     """
     given = _parser().parse_args(arguments)
     try:

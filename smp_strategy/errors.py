@@ -1,7 +1,7 @@
-"""What can go wrong, and who has to act.
+"""Exception classes, and the text of errors about disks.
 
-Every error names the value, the reason and the remedy. A broken invariant of the package itself is an
-``assert``; everything a user can cause or repair is one of the classes below.
+Every error names the value, the reason and the remedy. A broken invariant of the package itself is an ``assert``;
+everything that a user can cause or repair is one of the classes below.
 """
 
 import errno
@@ -40,21 +40,21 @@ _REMEDIES: Final = {
     errno.EFBIG: "Raise the limit (`ulimit -f`), or save in smaller files.",
 }
 _OTHER_REMEDY: Final = "Save elsewhere, or ask whoever runs the machine."
-# What libraries make of an error of the system that they have met while they wrote.
+# Texts of system errors in the errors of libraries that write files.
 _OF_RUST: Final = re.compile(r"\(os error (\d+)\)")
 _OF_TORCH: Final = ("PytorchStreamWriter failed", "inline_container")
 _NEARLY_NOTHING: Final = 2**20  # bytes
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """``text`` for a terminal, on which names in files may not move the cursor, hide or turn what is beside them.
+    """Escape invisible characters of ``text``, so that names in files cannot control the terminal or hide text.
 
     Args:
-        text: with names of files, tensors and the like.
-        lines: whether it may have several lines, and tabs; otherwise the ends of lines are escaped, too.
+        text: contains names of files, tensors and the like.
+        lines: whether line ends and tabs are allowed; otherwise they are escaped, too.
 
     Returns:
-        Characters that cannot be seen as ``\\x1b``, ``\\u202e`` and so on; all others as they are.
+        The text with invisible characters as ``\\x1b``, ``\\u202e`` and so on.
     """
     if text.isprintable():
         return text
@@ -66,14 +66,14 @@ def printable(text: str, *, lines: bool = True) -> str:
 
 
 class SMPError(RuntimeError):
-    """Root of all errors that ``smp_strategy`` raises on purpose; what stands in it can be shown on a terminal."""
+    """Root of all errors that ``smp_strategy`` raises on purpose; the message is safe to show on a terminal."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(SMPError, ValueError):
-    """One or more options are wrong; all mistakes are listed together.
+    """One or more options are wrong; all of them are listed together.
 
     Args:
         problems: one sentence (or two: reason and remedy) per mistake.
@@ -94,23 +94,23 @@ class UnsupportedError(SMPError):
 
 
 class ApartError(UnsupportedError):
-    """Ranks are in different places and wait for each other: they do not make the same calls."""
+    """Deadlock of ranks: they wait for each other because they do not make the same calls."""
 
 
 class CheckpointError(SMPError):
-    """A checkpoint is damaged, incomplete, of another model, or none at all; the message names file and tensor."""
+    """A checkpoint is damaged, incomplete, of another model, or missing; the message names file and tensor."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint, as far as there is one, is not as it was written: another one has to take its place."""
+    """A checkpoint is missing or not as it was written: another one has to be loaded."""
 
 
 class PeerFailedError(SMPError):
-    """Another rank stopped; its traceback comes first in the message where it is known."""
+    """Another rank has failed; its traceback comes first in the message if it is known."""
 
 
 def changed_in_place(shape: Sequence[int], version: int, expected: int) -> RuntimeError:
-    """Autograd's own complaint about a tensor that backward needs and that was written to since."""
+    """Autograd's error about a tensor that backward needs and that was modified in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead."
@@ -118,32 +118,32 @@ def changed_in_place(shape: Sequence[int], version: int, expected: int) -> Runti
 
 
 def _system_error(error: BaseException) -> int | None:
-    """The number of the system's error behind ``error``, which a library may have wrapped; 0: it is not known which.
+    """Error number of the system behind ``error``, which a library may have wrapped; 0: the number is unknown.
 
-    ``None``: it is none of the system.
+    ``None``: it is no error of the system.
     """
     if isinstance(error, OSError):
         return error.errno or 0
     if found := _OF_RUST.search(str(error)):
         return int(found[1])
     if any(each in str(error) for each in _OF_TORCH):
-        # It was met by a file of Python's that PyTorch has written to, or by PyTorch itself, which forgets it.
+        # A Python file object that PyTorch wrote to has raised it (context), or PyTorch itself, which drops the number.
         return 0 if error.__context__ is None else _system_error(error.__context__) or 0
     return None if error.__cause__ is None else _system_error(error.__cause__)
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether ``error`` is that there is no room, that writing is not allowed, or that it has failed."""
+    """Whether ``error`` means that there is no room, that writing is not allowed, or that it has failed."""
     number = _system_error(error)
     return number in (*_REASONS, errno.EIO) or (number == 0 and not isinstance(error, OSError))
 
 
 def cause_of(error: BaseException, path: Path | None = None) -> str:
-    """Why something could not be written, and what to do, in one or two sentences.
+    """Describe why a file could not be written, and the remedy, in one or two sentences.
 
     Args:
-        error: of the system, or of a library that writes.
-        path: of what is written; ``None``: as the error tells.
+        error: error of the system, or of a library that writes.
+        path: path of the file; ``None``: as the error says.
     """
     number = _system_error(error)
     if number is None:

@@ -1,14 +1,12 @@
-"""Run a function on N local gloo ranks.
+"""Run a function on N forked local gloo ranks, and find a free port for ranks to meet at.
 
-A distributed test must be cheap, must not hang, and must show the first failure. So ranks are forked (0.1 s instead
-of several seconds for fresh interpreters), each rank runs under a deadline after which every rank prints its stack,
-and the error of the rank that failed first is raised in the caller. A rank that is done lingers: its process takes
-along what the others have not read yet. A rank that fails ends at once, so that they learn of it.
+A distributed test must be cheap, must not hang, and must show the first failure. So ranks are forked (0.1 s instead of
+several seconds for fresh interpreters), each rank has a deadline after which it prints its stack, and the error of the
+rank that failed first is raised in the caller. A finished rank lingers, because ending its process would discard data
+that others have not received yet. A failed rank ends at once, so that the others notice.
 
 Forking is only safe while the parent runs one OpenMP thread: call ``torch.set_num_threads(1)`` before anything
 computes (``tests/conftest.py`` does).
-
-A port on this machine for ranks to meet at.
 """
 
 import contextlib
@@ -36,15 +34,15 @@ from smp_strategy.distributed.malloc import keep_freed_memory
 
 __all__ = ["free_port", "run_ranks"]
 
-# Systems give outgoing connections the ports above: Linux from 32768 on, others from 49152 (IANA, RFC 6335).
+# Ephemeral ports are above: Linux from 32768 on, others from 49152 (IANA, RFC 6335).
 _LOWEST, _HIGHEST = 20000, 32767
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to nobody by itself.
+    """Return a free port outside of the system's ephemeral range.
 
-    Binding to port 0 asks for one of the ports of outgoing connections. Until the ranks listen there, seconds later,
-    any connection of another process may have got the same one; here only somebody who asks for just this port.
+    Binding to port 0 would return a port of that range. Until the ranks listen on it, seconds later, any outgoing
+    connection of another process may have been given the same one; here only an explicit bind can take it.
     """
     while True:
         port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST + 1)
@@ -58,7 +56,7 @@ def free_port() -> int:
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
 GRACE_SECONDS = 5.0
-# A rank that is done stays this long for others to read what it has sent; those that wait for more of it learn then
+# A finished rank lingers this long, so that others can receive its data; those that wait for more learn then
 # that it has ended.
 LINGER_SECONDS = 4.0
 _DONE = b"all ranks are done"
@@ -70,7 +68,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     The default process group (gloo) exists while ``fn`` runs, and the environment is that of ``torchrun``.
 
     Args:
-        fn: what every rank runs; its result is pickled.
+        fn: function of every rank; its result is pickled.
         world_size: number of ranks.
         timeout: seconds after which all ranks are stopped, each with its stack on stderr.
 
@@ -82,14 +80,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             f"run_ranks forks, which hangs after torch has computed with several threads, but torch runs "
             f"{torch.get_num_threads()}. Call torch.set_num_threads(1) first."
         )
-    # Dry runs need it and it takes a second to import: once here, and not once in every rank.
+    # Dry runs need it and it takes a second to import: import it once here, not in every rank.
     importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes, connections = [], []
         for rank in range(world_size):
-            # One after the other, and closed here: then it is closed when that rank ends, for no other rank has it.
+            # Create and close pipe ends one by one: no other rank inherits this end, so it closes when the rank ends.
             ours, theirs = context.Pipe()
             arguments = (fn, args, rank, world_size, port, folder, timeout, theirs)
             processes.append(context.Process(target=_rank_main, args=arguments))
@@ -145,7 +143,7 @@ def _rank_main(
     timeout: float,
     connection: Connection,
 ) -> None:
-    # What comes from the parent stays: a collection would look at all of it, and so copy every page that is shared.
+    # Freeze objects of the parent: a garbage collection would touch all of them, and so copy every shared page.
     gc.freeze()
     faulthandler.dump_traceback_later(timeout, exit=True, file=2)
     os.environ.update(

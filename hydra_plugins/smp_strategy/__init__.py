@@ -1,4 +1,4 @@
-"""Hydra looks for plugins in this namespace; the two classes live in :mod:`smp_strategy.integrations.hydra`."""
+"""Hydra plugin namespace; the two classes are in :mod:`smp_strategy.integrations.hydra`."""
 
 from smp_strategy.integrations.hydra import RecipeSource, SMPSearchPathPlugin
 

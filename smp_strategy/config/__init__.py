@@ -1,1 +1,15 @@
-"""Options: names, types, defaults, text forms, and whether they go together. Nothing here imports torch."""
+"""Configuration: options, their validation, and their text forms.
+
+In reading order:
+
+* ``config``: :class:`~smp_strategy.config.config.SMPConfig`, all options in one frozen dataclass; environment
+  variables, aliases, contradictions.
+* ``options``: options by concern: pipeline, partition, tracing, sharding, tensor parallelism, activations.
+* ``precision_options``: compute and reduction dtypes, loss scaling.
+* ``parsing``: type checks of values, and values from text.
+* ``recipe``: options as one short word: ``pp4_zbv_mb16``.
+* ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
+* ``start_folder``: working directory in which the script was started.
+
+Nothing here imports torch, because Hydra reads the options while it composes a configuration.
+"""

@@ -1,16 +1,12 @@
-"""Every option of the library, in one flat, validated, frozen value.
+"""Configuration of the library: all options in one flat, validated, frozen dataclass.
 
-Each concern is a small dataclass of its own (:mod:`smp_strategy.config.options` and
-:mod:`smp_strategy.config.precision_options` list and explain them);
-:class:`SMPConfig` inherits them all, which keeps the options flat for the user
-(``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the reader.
+Each concern is a small dataclass of its own, in :mod:`smp_strategy.config.options`,
+:mod:`smp_strategy.config.precision_options` and, for checkpoints, here. :class:`SMPConfig` inherits them all, which
+keeps the options flat for the user (``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the
+reader.
 
-Two rules hold for every option: a value of the wrong type or range is an error, and so is an unknown name. All mistakes
-are reported at once. This module does not import torch: Hydra reads it while it composes a configuration.
-
-The options of checkpoints: in what form they are written, and when.
-
-Beside the others (:mod:`smp_strategy.config.options`), which are about the run itself.
+A value of the wrong type or range is an error, and so is an unknown name. All mistakes are reported at once. This
+module does not import torch: Hydra reads it while it composes a configuration.
 """
 
 import dataclasses
@@ -54,18 +50,17 @@ StateDictType = Literal["full", "sharded"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Checkpoints. Either form is read under any layout, whatever these options say."""
+    """Form and time of writing checkpoints. Both forms are read under any layout, independent of these options."""
 
     state_dict_type: StateDictType = "full"
-    """``full``: one ordinary file, as one process writes it. ``sharded``: a directory in the format of
-    ``torch.distributed.checkpoint``, to which each rank writes what it holds."""
+    """``full``: one ordinary file, as a single process writes it. ``sharded``: a directory in the format of
+    ``torch.distributed.checkpoint``, to which each rank writes its shards."""
     async_save: bool = False
-    """Go on with training while files are written: it stops for the copy to host memory only."""
+    """Write files in the background: training stops only for the copy to host memory."""
 
     checkpoint_weights_only: bool = True
-    """Load nothing but tensors and plain values, so that no file can run code. ``False``: whatever there is in the
-    full form, which only files that you trust should make you say. What is given to ``trainer.fit(..., weights_only=)``
-    goes first."""
+    """Load only tensors and plain values, so that no file can run code. ``False``: load any pickled object of the full
+    form; use it only for files that you trust. ``trainer.fit(..., weights_only=)`` takes precedence."""
 
     def _problems(self) -> list[str]:
         return one_of(self, "state_dict_type", typing.get_args(StateDictType))
@@ -73,9 +68,9 @@ class CheckpointOptions:
 
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
-# Environment variables with our prefix that are not options.
+# Environment variables with the prefix that are not options.
 NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
-# Options of one front door only, which reads them itself.
+# Options of a single integration, which reads them itself.
 DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 
 _CONCERNS = (
@@ -106,7 +101,7 @@ class SMPConfig(
     """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
 
     def __post_init__(self) -> None:
-        # Configuration files have lists only, and OmegaConf lists of its own.
+        # Configuration files have lists instead of tuples, and OmegaConf has its own list type.
         for name in ("unit_classes", "memory_limit", "stage_speeds", "activation_checkpointing"):
             object.__setattr__(self, name, as_tuple(getattr(self, name)))
         object.__setattr__(self, "tensor_parallel", as_dict(self.tensor_parallel))
@@ -139,7 +134,7 @@ class SMPConfig(
         return found
 
     def _problems_of_choice(self) -> list[str]:
-        """What leaves `activation_checkpointing=auto` no choice."""
+        """Options that contradict `activation_checkpointing=auto`."""
         found = [
             f"`{name}={getattr(self, name)!r}` contradicts `activation_checkpointing=auto`, which decides that for "
             "each unit. Leave one of them out."
@@ -154,7 +149,7 @@ class SMPConfig(
         return found
 
     def check(self, num_stages: int) -> None:
-        """Check what can be told only when the number of stages is known.
+        """Validate the options that depend on the number of stages.
 
         Raises:
             ConfigError: some options do not fit ``num_stages`` stages.
@@ -187,7 +182,7 @@ class SMPConfig(
 
     @classmethod
     def from_variables(cls, environ: Mapping[str, str]) -> Self:
-        """Build a config as a process would that has the environment variables ``environ`` and no other options.
+        """Build a config from the environment variables ``environ`` alone.
 
         Raises:
             ConfigError: variables that name no option, and every other mistake, together.
@@ -197,7 +192,7 @@ class SMPConfig(
 
     @classmethod
     def _of_known(cls, merged: Mapping[str, Any], problems: list[str]) -> Self:
-        """Build a config from options whose names may be unknown; ``problems`` are those that were found before."""
+        """Build a config from options whose names may be unknown; ``problems`` were found before."""
         known = {field.name for field in dataclasses.fields(cls)}
         problems += [unknown_option(name) for name in sorted(set(merged) - known)]
         try:
@@ -210,14 +205,14 @@ class SMPConfig(
 
     @property
     def stream_dim(self) -> int | None:
-        """Along which activations between split regions are split over a tensor-parallel group, if they are."""
+        """Dimension of activations that is split over a tensor-parallel group between split regions, if any."""
         if self.optimize == "memory":
             return 1
-        # Samples that ranks have read apart stay apart where they can.
+        # Ranks that read different samples keep them apart between split regions.
         return None if self.prescaled_batch else 0
 
     def num_microbatches(self, num_stages: int) -> int:
-        """Microbatches that a full batch is cut into, for ``num_stages`` pipeline stages."""
+        """Number of microbatches of a full batch, for ``num_stages`` pipeline stages."""
         if self.microbatches is not None:
             return self.microbatches
         is_filled = self.pipeline_parallel_degree is None and num_stages > 1
@@ -225,17 +220,17 @@ class SMPConfig(
 
 
 def option_types() -> dict[str, Any]:
-    """The type of every option."""
+    """Type of every option."""
     return typing.get_type_hints(SMPConfig)
 
 
 def canonical(name: str) -> str:
-    """The name of an option that may be an alias; other names are returned as they are."""
+    """Name of an option whose alias may be given; other names are returned unchanged."""
     return ALIASES.get(name, name)
 
 
 def unknown_option(name: str, others: Collection[str] = ()) -> str:
-    """What is told of ``name``, which is no option, nor one of ``others`` that the asker has besides."""
+    """Error text for the unknown option ``name``, with the nearest known one; ``others`` are known in addition."""
     known = [*option_types(), *others]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."

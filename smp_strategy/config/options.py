@@ -1,9 +1,9 @@
-"""The options by concern: what there is, what it means, and which values are in range.
+"""Options by concern: pipeline, partition, tracing, units, sharding, tensor parallelism, activations.
 
-Names are those of SageMaker's model parallel library, and defaults too unless an option says so, so that an existing
-configuration can be copied over. What the library does not have (``virtual_pipeline_degree``, ``memory_limit`` ...) is
-named by the field's terms. Whether options go together is a question for :mod:`smp_strategy.config.config`. Nothing
-here imports torch.
+Names and defaults are those of SageMaker's model parallel library unless an option says otherwise, so that an existing
+configuration can be copied over. Options that SageMaker does not have (``virtual_pipeline_degree``, ``memory_limit``)
+have the standard names of the field. :mod:`smp_strategy.config.config` validates combinations of options. This module
+does not import torch.
 """
 
 import dataclasses
@@ -40,25 +40,25 @@ CHUNKS_OF_ZB_V = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a batch flows through the stages."""
+    """Pipeline parallelism: stages, microbatches, schedule, placement of ranks."""
 
     pipeline_parallel_degree: int | None = None
     """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, but 1
-    (SageMaker's default) where parameters or optimizer state are sharded."""
+    (SageMaker's default) if parameters or optimizer state are sharded."""
     microbatches: int | None = None
-    """Microbatches per step. ``None``: 1 where a degree is given or there is one stage, else 4 per stage."""
+    """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
     active_microbatches: int | None = None
-    """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: what the schedule needs
+    """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
     (``interleaved``: number of stages + 2)."""
     pipeline: Schedule = "interleaved"
     """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
     ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
-    ``zb-v``: zero bubble, where the gradients of weights fill the waits. ``auto``: whichever is fastest and fits."""
+    ``zb-v``: zero bubble, with weight gradients in the bubbles. ``auto``: the fastest one that fits."""
     virtual_pipeline_degree: int | None = None
     """Chunks of the model on each stage. ``None``: 2 under ``zb-v``, chosen under ``auto``, else 1."""
     placement_strategy: str = "cluster"
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
-    letter varies fastest. ``cluster`` lets shard groups vary faster than P where they touch fewer nodes then."""
+    letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
@@ -89,7 +89,7 @@ class PipelineOptions:
 
     @property
     def chunks_per_stage(self) -> int | None:
-        """``virtual_pipeline_degree`` with the default that the schedule implies; ``None`` where ``auto`` chooses."""
+        """``virtual_pipeline_degree`` with the default of the schedule; ``None`` if ``auto`` chooses."""
         if self.virtual_pipeline_degree is not None:
             return self.virtual_pipeline_degree
         return {"zb-v": CHUNKS_OF_ZB_V, "auto": None}.get(self.pipeline, 1)
@@ -97,32 +97,31 @@ class PipelineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
-    """How units are given to stages."""
+    """Assignment of units to stages."""
 
     auto_partition: bool = True
-    """Let the library choose the stage of every unit."""
+    """Choose the stage of every unit automatically."""
     default_partition: int | None = None
-    """With ``auto_partition=False``: the stage of units that nobody placed."""
+    """With ``auto_partition=False``: stage of units without one."""
     optimize: Optimize = "speed"
-    """What the partitioner weighs more; it sets the default of ``memory_weight``. SageMaker's default is ``memory``,
-    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` gives away for memory. With
-    ``tensor_parallel_degree`` ``memory`` also splits activations between the blocks of transformers, along the
+    """Priority of the partitioner; it sets the default of ``memory_weight``. SageMaker's default is ``memory``,
+    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` trades for memory. With
+    ``tensor_parallel_degree``, ``memory`` also splits activations between the blocks of transformers along the
     sequence."""
     memory_weight: float | None = None
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
     memory_limit: int | str | tuple[int | str, ...] | None = None
-    """Memory of a rank: bytes, a text like ``16GiB``, or a list with one of these per stage. ``None``: what the device
-    has, divided by the ranks that share it."""
+    """Memory of a rank: bytes, a text like ``16GiB``, or a list with one of these per stage. ``None``: memory of the
+    device, divided by the ranks that share it."""
     stage_speeds: tuple[float, ...] | None = None
-    """How fast each stage computes, one number per stage: ``[1, 1, 2]``, if the last is twice as fast. ``None``: all
-    alike."""
+    """Relative speed of each stage: ``[1, 1, 2]`` if the last is twice as fast. ``None``: all equal."""
     partition_file: str | None = None
-    """Where the decision is written to (JSON), or read from."""
+    """JSON file that the partition is written to, or read from."""
     load_partition: bool = False
-    """Read the decision from ``partition_file`` instead of making one."""
+    """Read the partition from ``partition_file`` instead of choosing one."""
     restore_module: RestoreModule = "all"
-    """Which ranks have an ordinary module with all weights again when a run (fit, test ...) ends. Elsewhere each rank
-    keeps its own units, and using others is an error. Every run begins with the whole module on all ranks."""
+    """Ranks that have an ordinary module with all weights again when a run (fit, test ...) ends. On other ranks only
+    the rank's own units can be used then. Every run begins with the whole module on all ranks."""
 
     def _problems(self) -> list[str]:
         found = one_of(self, "optimize", typing.get_args(Optimize))
@@ -144,7 +143,7 @@ class PartitionOptions:
         return found
 
     def _problems_with(self, num_stages: int) -> list[str]:
-        """What is wrong with these options if there are ``num_stages`` stages."""
+        """Error texts for these options with ``num_stages`` stages."""
         found = []
         for name in ("memory_limit", "stage_speeds"):
             given = getattr(self, name)
@@ -168,30 +167,30 @@ class PartitionOptions:
         return 0.8 if self.optimize == "memory" else 0.2
 
     def memory_limits(self, num_stages: int) -> tuple[int, ...] | None:
-        """Bytes that each of ``num_stages`` stages may use; ``None`` where the device decides."""
+        """Memory limit of each of ``num_stages`` stages in bytes; ``None``: memory of the device."""
         if self.memory_limit is None:
             return None
         limits = tuple(_bytes(limit) for limit in _each(self.memory_limit))
         return limits if isinstance(self.memory_limit, tuple) else limits * num_stages
 
     def speeds(self, num_stages: int) -> tuple[float, ...]:
-        """How fast each of ``num_stages`` stages computes, relative to the others."""
+        """Relative speed of each of ``num_stages`` stages."""
         return (1.0,) * num_stages if self.stage_speeds is None else tuple(map(float, self.stage_speeds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """How the library learns what a step does and what it costs."""
+    """Tracing of a step, and measurement of its costs."""
 
     skip_tracing: bool = False
-    """Partition by parameter counts in registration order, without the dry run of the step. The step must not
-    read attributes that blocks set (``block.aux_loss``): only the dry run notices."""
+    """Partition by parameter counts in registration order, without a dry run of the step. The step must not
+    read attributes that blocks set (``block.aux_loss``): only the dry run detects that."""
     trace_execution_times: bool = False
     """Measure unit times on the device instead of modelling them."""
     trace_memory_usage: bool = False
     """Measure activation memory on the device instead of modelling it."""
     trace_device: TraceDevice | None = None
-    """Where to measure. ``None``: where the step will run."""
+    """Device of the measurement. ``None``: device of the step."""
 
     def _problems(self) -> list[str]:
         found = one_of(self, "trace_device", (*typing.get_args(TraceDevice), None))
@@ -212,12 +211,12 @@ class TraceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What moves as a whole, and how it runs."""
+    """Units, the smallest parts that are placed on stages."""
 
     unit_classes: tuple[str, ...] = ()
-    """Classes whose modules stay whole on one stage, by name or by qualified name."""
+    """Classes of modules that are never split over stages, by name or by qualified name."""
     compile: bool = False
-    """Run each unit through ``torch.compile``; code above the units stays as it is."""
+    """Run each unit through ``torch.compile``; code above the units is not compiled."""
 
     def _problems(self) -> list[str]:
         return []
@@ -228,39 +227,40 @@ class ShardingOptions:
     """Sharded data parallelism (MiCS) and optimizer-state sharding."""
 
     sharded_data_parallel_degree: int = 1
-    """Ranks over which parameters, gradients and optimizer state are sharded."""
+    """Number of ranks over which parameters, gradients and optimizer state are sharded."""
     shard_optimizer_state: bool = False
-    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each. With
-    ``sharded_data_parallel_degree``: over the replicas of each shard group as well, pieces of parameters."""
+    """Shard optimizer state and gradients over all data-parallel replicas, by whole parameters (ZeRO-1). With
+    ``sharded_data_parallel_degree``: over the replicas of each shard group as well, by pieces of parameters."""
     broadcast_buffers: bool = True
-    """When gradients are averaged, let all replicas take over the buffers of the first one that steps have changed
-    (running statistics), which DistributedDataParallel does before a forward. ``False``: each keeps its own."""
+    """When gradients are averaged, broadcast the buffers that steps have changed (running statistics) from the first
+    replica; DistributedDataParallel does that before a forward. ``False``: each replica keeps its own."""
     sdp_reduce_bucket_size: int = 500_000_000
-    """Gradients, in elements, that are added up over a shard group at once. A unit is reduced as a whole when its
-    backward is over; one that is larger is reduced in slices, one after the other, which need less memory in between.
-    For gloo; no bit depends on it."""
+    """Bucket size of the reduce-scatter over a shard group, in elements. A unit is reduced as a whole after its
+    backward; a larger one is reduced in slices, one after the other, which need less temporary memory. For gloo;
+    results are bit-identical for any size."""
     sdp_param_persistence_threshold: int = 0
     """Parameters with fewer elements stay gathered from their first use to the optimizer's step; their gradients and
-    state are sharded like all others. SageMaker's default is 1,000,000, because each parameter travels by itself there.
-    Here a unit travels as a whole, so that small ones cost no messages of their own, and the default is what the
-    degree promises: all of the parameters are sharded."""
+    state are sharded like all others. SageMaker's default is 1,000,000, because each parameter is gathered by itself
+    there. Here a unit is gathered as a whole, so small parameters cost no messages of their own, and by default all
+    parameters are sharded."""
     sdp_max_live_parameters: int = 1_000_000_000
-    """Elements up to which units are gathered ahead, where they are gathered for each use. A unit in use is gathered in
-    any case, so there must be room for the largest."""
+    """Most gathered elements for prefetching, if units are gathered for each use. A unit in use is always gathered, so
+    there must be room for the largest."""
     sdp_hierarchical_allgather: bool = True
-    """Where a shard group spans nodes: gather between nodes first, then inside each node. No bit depends on it:
-    reductions go by nodes in any case."""
+    """For a shard group that spans nodes: gather between nodes first, then inside each node. Results are bit-identical:
+    reductions are hierarchical in any case."""
     sdp_gather: Gather = "auto"
     """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
-    keep them until the batch is through, for less communication and more memory. ``auto``: ``step`` with a pipeline,
-    where a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
+    keep them until the end of the batch, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    in which a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
     (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
     """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
-    ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""
+    ``None``: off, because Lightning and Accelerate clip themselves (in Lightning ``gradient_clip_val``, by the same
+    true norm)."""
     delayed_parameter_initialization: bool = False
-    """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
-    `configure_model` then builds on that device. A model that has values keeps them."""
+    """Initialize a model on the meta device in the first step, each rank only its own part; Lightning's
+    `configure_model` then builds on that device. A model with values keeps them."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
@@ -275,7 +275,7 @@ class ShardingOptions:
         return found + self._without_effect()
 
     def gathers_once(self, num_stages: int) -> bool:
-        """Whether the parameters of all units of a stage are gathered for a whole step, and not each for each use."""
+        """Whether all units of a stage are gathered once per step instead of for each use."""
         return self.sdp_gather == "step" or (self.sdp_gather == "auto" and num_stages > 1)
 
     def _problems_of_gathering(self, num_stages: int) -> list[str]:
@@ -310,15 +310,15 @@ class TensorParallelOptions:
     """Tensor-parallel layers."""
 
     tensor_parallel_degree: int = 1
-    """Ranks over which layers are split."""
+    """Number of ranks over which layers are split."""
     prescaled_batch: bool = True
-    """All tensor-parallel ranks of a replica read the same batch. ``False``, SageMaker's default: each reads samples of
-    its own, and a step computes those of all of them."""
+    """All tensor-parallel ranks of a replica read the same batch. ``False``, SageMaker's default: each reads its own
+    samples, and a step computes the samples of all of them."""
     tensor_parallel: Mapping[str, str] | None = None
-    """How layers are split, by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. They come
-    before what the model, its family and the registry say of a layer."""
+    """Split of layers by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. It takes precedence
+    over the plans of the model, its family and the registry."""
     tensor_parallel_strict: bool = False
-    """A layer with a matrix that stays whole, though the user has not said that it is to, is an error."""
+    """Raise an error for a layer with a matrix that is not split, unless the user has asked for that."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "tensor_parallel_degree")
@@ -338,24 +338,24 @@ class ActivationOptions:
     """Activation checkpointing and offload."""
 
     activation_checkpointing: str | tuple[str, ...] = "none"
-    """Units that keep their inputs only and compute the rest again in backward: ``none``, ``all``, or those of some
-    modules, by patterns of their names or by classes: ``blocks.*``, ``GPT2Block``. ``auto``: what `memory_limit`
-    makes necessary, and no more."""
+    """Units that keep only their inputs and recompute the rest in backward: ``none``, ``all``, or units by patterns of
+    module names or by classes: ``blocks.*``, ``GPT2Block``. ``auto``: only as many as `memory_limit` makes
+    necessary."""
     checkpoint_strategy: str = "each"
-    """Units of one list that follow each other on a stage: ``each`` is computed again by itself, all of them together
-    (``contiguous``), or N together (``group_N``). Of those together only the first one's inputs are kept."""
+    """Grouping of units of one list that follow each other on a stage: ``each`` is recomputed by itself, all of them
+    together (``contiguous``), or N together (``group_N``). A group keeps only the inputs of its first unit."""
     selective_checkpointing: bool = False
-    """Keep the results of matrix products, convolutions and attention as well, and compute only the rest again."""
+    """Keep the results of matrix products, convolutions and attention as well, and recompute only the rest."""
     preserve_rng_state: bool = True
-    """Draw the same random numbers again, in dropout for instance."""
+    """Recompute with the same random numbers, in dropout for instance."""
     offload_activations: bool = False
-    """Put what units keep for backward into host memory: the inputs of units that are computed again, or everything
-    where none are."""
+    """Offload activations to host memory: the inputs of recomputed units, or all activations if none are
+    recomputed."""
     offload_min_bytes: int | str = "1MiB"
-    """Smaller tensors stay on the device: bytes, or text like ``256KiB``."""
+    """Size from which tensors are offloaded: bytes, or text like ``256KiB``."""
     activation_loading_horizon: int = 4
-    """How many pipeline actions ahead of their use offloaded activations are loaded, and how many calls of units where
-    there is one stage. What is needed that soon after it was computed is not offloaded."""
+    """Pipeline actions (calls of units with one stage) by which offloaded activations are loaded ahead of their use.
+    Activations that are needed sooner than that after forward are not offloaded."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "activation_loading_horizon") + self._problems_of_offload()
@@ -391,12 +391,12 @@ class ActivationOptions:
 
     @property
     def least_offloaded(self) -> int:
-        """Bytes from which on tensors are offloaded."""
+        """Size in bytes from which tensors are offloaded."""
         return _bytes(self.offload_min_bytes)
 
     @property
     def checkpointing_patterns(self) -> tuple[str, ...]:
-        """The modules that `activation_checkpointing` names."""
+        """Patterns of modules in `activation_checkpointing`."""
         given = self.activation_checkpointing
         if isinstance(given, str):
             given = () if given in ("none", "all", "auto") else tuple(given.split(","))
@@ -404,7 +404,7 @@ class ActivationOptions:
 
 
 def group_size(strategy: str) -> int | None:
-    """How many units in a row a checkpointing strategy takes together; ``None``: all, 0: there is no such strategy."""
+    """Number of adjacent units that a checkpointing strategy groups; ``None``: all, 0: unknown strategy."""
     if strategy == "contiguous":
         return None
     if strategy == "each":
@@ -414,7 +414,7 @@ def group_size(strategy: str) -> int | None:
 
 
 def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:
-    """The limits that are given, one for all stages or one for each."""
+    """The given limits: none, one for all stages, or one for each."""
     if limit is None:
         return ()
     return limit if isinstance(limit, tuple) else (limit,)

@@ -1,7 +1,7 @@
-"""Options as values and as text: does a value fit the type that an option has, and which value does a text stand for?
+"""Type checks and text form of option values.
 
-Types are those that the options of :mod:`smp_strategy.config.config` use: plain types, unions of them with ``None``,
-``Literal`` for a choice of words, tuples of any length, and mappings.
+The supported types are those of the options in :mod:`smp_strategy.config.config`: plain types, unions of them with
+``None``, ``Literal`` for a choice of words, tuples of any length, and mappings.
 """
 
 import typing
@@ -12,7 +12,7 @@ __all__ = ["as_dict", "as_text", "as_tuple", "at_least_one", "fits", "one_of", "
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
-    """One sentence for every attribute of ``options`` that does not fit its type."""
+    """Error texts for the attributes of ``options`` that do not fit their types."""
     found = []
     for name, hint in hints.items():
         value = getattr(options, name)
@@ -34,18 +34,18 @@ def as_dict(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Text that :func:`parse` reads as ``value``, where there is one."""
+    """Text form of ``value``, the inverse of :func:`parse` if there is one."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
         return ",".join(f"{key}={as_text(item)}" for key, item in value.items())
     if isinstance(as_tuple(value), tuple):
-        return "".join(f"{as_text(item)}," for item in value)  # the last comma tells one item from none
+        return "".join(f"{as_text(item)}," for item in value)  # trailing comma: a single item is still a list
     return str(value)
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is of the type ``hint``; that a word is one of its choices is checked elsewhere."""
+    """Whether ``value`` is of the type ``hint``; choices of a ``Literal`` are not checked."""
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str)  # the range check names the choices
     if typing.get_origin(hint) is tuple:
@@ -64,7 +64,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def parse(text: str, hint: Any) -> Any:
-    """The value that ``text`` stands for under ``hint``; text that does not parse is left for the type check."""
+    """Value of ``text`` under the type ``hint``; text that does not parse is returned as it is, for the type check."""
     choices = (hint,) if typing.get_origin(hint) in (tuple, Literal, Mapping) else typing.get_args(hint) or (hint,)
     if type(None) in choices and text.strip().lower() in ("", "none", "null"):
         return None
@@ -88,7 +88,7 @@ def parse(text: str, hint: Any) -> Any:
 
 
 def at_least_one(config: object, *names: str) -> list[str]:
-    """One sentence for every one of the options ``names`` that is below 1."""
+    """Error texts for the options ``names`` that are below 1."""
     values = {name: getattr(config, name) for name in names}
     return [
         f"`{name}` must be at least 1, but is {value}."
@@ -98,7 +98,7 @@ def at_least_one(config: object, *names: str) -> list[str]:
 
 
 def one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
-    """What is wrong with the option ``name`` if it is none of ``choices``."""
+    """Error text for the option ``name`` if it is none of ``choices``."""
     value = getattr(config, name)
     return (
         [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]

@@ -1,7 +1,4 @@
-"""The options of precision: in what units compute, gradients are added up and travel, and how losses are scaled.
-
-Beside the others (:mod:`smp_strategy.config.options`), which are about where things are.
-"""
+"""Precision options: compute dtype, dtype of gradient reductions, and loss scaling."""
 
 import dataclasses
 import typing
@@ -16,34 +13,33 @@ ReduceDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """Compute precision, where the front door does not choose it."""
+    """Compute precision, unless Lightning or Accelerate choose it."""
 
     fp16: bool = False
-    """Units compute in float16, with loss scaling, on weights that are kept in float32."""
+    """Units compute in float16, with loss scaling, on float32 master weights."""
     bf16: bool = False
-    """Units compute in bfloat16, on weights that are kept in float32. SageMaker has this with sharding only."""
+    """Units compute in bfloat16, on float32 master weights. SageMaker has this with sharding only."""
     fp16_params: bool = False
-    """Parameters themselves are float16: there is no float32 copy of them. Units compute in float16."""
+    """Parameters themselves are float16, without float32 master weights. Units compute in float16."""
     reduce_dtype: ReduceDtype | None = None
-    """In what gradients travel where they are summed over replicas or a shard group. ``None``: in what they are added
-    up on each rank, which is float32 for half precision, too."""
+    """Dtype of gradient reductions over replicas and shard groups. ``None``: the dtype in which each rank accumulates
+    gradients, which is float32 for half precision, too."""
     loss_scale: int | float | str | None = None
-    """By what losses are multiplied, so that float16 gradients do not vanish: ``dynamic``, or a number that stays.
-    ``None``: ``dynamic`` wherever float16 is computed with, but under Lightning's ``precision="16-true"``, which has
-    none. SageMaker's ``static_loss_scale`` and ``dynamic_loss_scale``."""
+    """Factor on the loss that keeps float16 gradients from underflow: ``dynamic``, or a constant number. ``None``:
+    ``dynamic`` whenever units compute in float16, except under Lightning's ``precision="16-true"``, which has none.
+    SageMaker's ``static_loss_scale`` and ``dynamic_loss_scale``."""
     init_scale: float = 65536.0
-    """With a dynamic scale: the first one. SageMaker's default is 2**32, which overflows a dozen times first; this is
-    PyTorch's."""
+    """Initial dynamic scale. SageMaker's default is 2**32, which overflows a dozen times first; this is PyTorch's."""
     scale_factor: float = 2.0
-    """By what a dynamic scale grows and shrinks."""
+    """Factor by which a dynamic scale grows and shrinks."""
     scale_window: int = 2000
-    """Steps without overflow after which it grows. SageMaker's default is 1000; this is PyTorch's."""
+    """Steps without overflow after which a dynamic scale grows. SageMaker's default is 1000; this is PyTorch's."""
     min_scale: float = 1.0
-    """It does not shrink below this."""
+    """Lower limit of a dynamic scale."""
     delayed_shift: int = 1
-    """Overflows that it takes to make it shrink; each of them skips its step."""
+    """Number of overflows after which a dynamic scale shrinks; each of them skips its step."""
     consecutive_hysteresis: bool = False
-    """Whether these have to follow each other directly; otherwise they are counted until the scale grows."""
+    """Whether these overflows must follow each other directly; otherwise they are counted until the scale grows."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "scale_window", "delayed_shift")
@@ -81,7 +77,7 @@ class PrecisionOptions:
 
     @property
     def rules_given(self) -> list[str]:
-        """Rules of the dynamic scale that are not the default."""
+        """Options of the dynamic scale that differ from their defaults."""
         names = (
             *("init_scale", "scale_factor", "scale_window"),
             *("min_scale", "delayed_shift", "consecutive_hysteresis"),

@@ -1,4 +1,4 @@
-"""Options as one short word: ``pp4_zbv_mb16`` for a command line, a file name or an environment variable."""
+"""Recipes: short names of options, like ``pp4_zbv_mb16``, for command lines, file names and environment variables."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from smp_strategy.errors import ConfigError
 
 __all__ = ["MICROBATCHES_PER_STAGE", "named_replicas", "parse_recipe"]
 
-# So many microbatches per stage keep the idle time below 20 %.
+# Default number of microbatches per stage; it keeps the bubble below 20 %.
 MICROBATCHES_PER_STAGE = 4
 
 _SCHEDULES = {
@@ -31,12 +31,12 @@ _MICS = re.compile(r"mics(\d+)x(\d+)")
 
 
 def parse_recipe(name: str) -> dict[str, Any]:
-    """Read options off a short name: ``pp2``, ``pp4_mb16``, ``pp4_1f1b_v2``, ``tp2_pp2``, ``mics2x2``, ``zero1``.
+    """Parse a recipe: ``pp2``, ``pp4_mb16``, ``pp4_1f1b_v2``, ``tp2_pp2``, ``mics2x2``, ``zero1``.
 
     A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
-    A schedule is named like in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and
-    replicates B times; B is no option, for it follows from the number of ranks (:func:`named_replicas`). A name that
-    shards something or splits layers, and has no ``pp``, stands for one stage.
+    Schedules are named as in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and replicates
+    B times; B is no option, because it follows from the number of ranks (:func:`named_replicas`). A name that shards
+    something or splits layers, and has no ``pp``, means one stage.
 
     Raises:
         ConfigError: a part that is not understood, or one that stands twice.
@@ -55,7 +55,7 @@ def parse_recipe(name: str) -> dict[str, Any]:
 
 
 def named_replicas(name: str) -> int:
-    """How many replicas a short name speaks of: the B of ``micsAxB``."""
+    """Number of replicas in a recipe: the B of ``micsAxB``, else 1."""
     return max((int(match[2]) for part in name.split("_") if (match := _MICS.fullmatch(part))), default=1)
 
 

@@ -1,7 +1,7 @@
-"""Amounts as people write and read them: ``16GiB`` is a number of bytes, and ``1 unit`` is not ``1 units``.
+"""Amounts as text: parsing of sizes like ``16GiB``, and formatting of bytes, seconds and counts.
 
-Memory is told in powers of 1024 by some tools and in powers of 1000 by others, and the difference (7 % at a gigabyte)
-decides whether a model fits. So a number needs its unit, and both families of units are read by their own names.
+Some tools use powers of 1024 for memory and others powers of 1000, and the difference (7 % at a gigabyte) decides
+whether a model fits. So both families of units are read by their own names.
 """
 
 import re
@@ -18,7 +18,7 @@ _BY_NAME = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
-    """``"16GiB"`` (also ``"1.5 TiB"``, ``"800MB"``, ``"4096"``) as a number of bytes.
+    """Number of bytes of ``"16GiB"``, ``"1.5 TiB"``, ``"800MB"`` or ``"4096"``.
 
     Raises:
         ValueError: the text is no amount of memory.
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(count: float) -> str:
-    """``1.5 GiB``: digits for a reader, and a binary unit."""
+    """Text of a number of bytes in a binary unit: ``1.5 GiB``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -41,12 +41,12 @@ def show_bytes(count: float) -> str:
 
 
 def show_count(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 unit``, ``2 units``; ``plural``: where it is not the noun and an s."""
+    """Text of a count: ``1 unit``, ``2 units``; ``plural`` if it is not the noun with an s."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def show_seconds(seconds: float) -> str:
-    """``12.3 ms``: three digits, and the unit that fits."""
+    """Text of a duration with three digits: ``12.3 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1.0:
             return f"{seconds * factor:.3g} {unit}"

@@ -1,7 +1,7 @@
-"""The folder in which the script was started.
+"""Working directory in which the script was started.
 
-Other ranks run the script again, which may have been given by a relative path and may have gone to another folder
-meanwhile. Nothing of a process tells where it began. So that is noted as soon as torch is imported
+Other ranks run the script again, which may be named by a relative path and may have changed the directory meanwhile. A
+process has no record of its first working directory. So it is saved as soon as torch is imported
 (:mod:`smp_strategy._autoload`), which scripts do at their beginning.
 """
 

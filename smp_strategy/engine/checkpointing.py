@@ -34,7 +34,7 @@ from smp_strategy.checkpoint.state_dict import (
     whole_optimizer_state,
 )
 from smp_strategy.checkpoint.storage.source import Source
-from smp_strategy.engine.parts import EngineParts
+from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
 
 __all__ = ["SavedState"]

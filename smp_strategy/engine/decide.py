@@ -166,7 +166,6 @@ def program_of(
         state_shards=spreading.state_shards,
         link=costs.machine.link,
         split_overhead=costs.split_overhead,
-        crowding=costs.crowding,
         memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
         relief=costs.relief or ActivationPlan(machine=costs.machine),

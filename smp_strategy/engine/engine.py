@@ -33,13 +33,13 @@ from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.parallelize import FirstStep, Parallelizer
-from smp_strategy.engine.parts import EngineParts
 from smp_strategy.engine.run_step import run_step
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError

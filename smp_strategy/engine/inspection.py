@@ -5,7 +5,7 @@ from typing import final
 from torch import nn
 
 from smp_strategy.activations.offload_stats import OffloadStats
-from smp_strategy.engine.parts import EngineParts
+from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.errors import SMPError
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport, memory_report

@@ -16,7 +16,7 @@ from smp_strategy.planning.schedule.policies import Policy, PolicyName
 from smp_strategy.planning.schedule.search import Losses, search
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import with_period
 from smp_strategy.reports.explain.text import timetable
 
 __all__ = ["PlanCache", "StepOrder", "policy_of"]
@@ -122,11 +122,10 @@ class PlanCache:
 
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
         policy, link = policy_of(self._partition), self._costs.machine.link
-        losses = Losses(self._costs.split_overhead, self._costs.crowding, self._costs.spread)
+        losses = Losses(self._costs.split_overhead, self._costs.spread)
         if self._config.pipeline != "auto":
             plan = simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True)
-            graph = StepGraph(flow, num_microbatches, link, losses.split)
-            return with_real_times(plan, graph, losses.crowding)
+            return with_period(plan, StepGraph(flow, num_microbatches, link, losses.split))
         allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
         alike = [each for each in allowed if each.layout == policy.layout]
         free = [

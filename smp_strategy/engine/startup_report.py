@@ -1,14 +1,12 @@
 """What the user is shown once: the mesh, and the partition with its reasons."""
 
-import io
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.reports.explain.text import WIDTH, stage_table, summary
+from smp_strategy.reports.explain.text import stage_table, summary
+from smp_strategy.reports.table import Unwrapped, render_text
 from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 
 __all__ = ["render_batch", "render_layout", "render_order"]
@@ -23,14 +21,9 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
         config: all options.
         split: what became of each layer, where layers are split.
     """
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
-    for line in (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units))):
-        console.print(line, highlight=False)
-    console.print(stage_table(partition))
-    if split is not None:
-        console.print(str(split), highlight=False, markup=False, soft_wrap=True)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    lines = (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units)))
+    splits = [] if split is None else [Unwrapped(split)]
+    return render_text([*lines, stage_table(partition), *splits])
 
 
 def render_batch(num_samples: int, shape: MeshShape) -> str:

@@ -1,16 +1,16 @@
-"""Saving and loading by two calls, with the names, the files and the meaning that SageMaker's library gives them.
+"""Checkpoint functions with the names, files and meaning of SageMaker's model parallel library.
 
-For loops of one's own, and hooks of frameworks. In a folder that belongs to them there are::
+For custom training loops, and for hooks of frameworks. They own a folder with these entries::
 
     newest                  text: the tag of the checkpoint that was written last
     {tag}_partial/          weights, optimizers and the user's content, written by all ranks: the sharded form
     {tag}                   weights as one file, a state dict with plain names
     user_content_{tag}      the user's content to that
 
-``newest`` is written when the checkpoint is complete, and older ones are deleted after that. A partial checkpoint does
-not freeze the partition, as SageMaker's does: any layout reads it.
+``newest`` is written when the checkpoint is complete, and older ones are deleted after that. Unlike SageMaker's, a
+partial checkpoint does not freeze the partition: any layout reads it.
 
-Which model? SageMaker's library has one in a process. Here it is given, or it is the only one that an engine of this
+SageMaker's library has one model in a process. Here the model is given, or it is the only one that an engine of this
 process runs (:mod:`smp_strategy.engine.active_engines`).
 """
 
@@ -37,7 +37,7 @@ from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = ["resume_from_checkpoint", "save_checkpoint"]
 
-# Where the engine's own state stands in a partial checkpoint, and the user's.
+# Keys of the engine's own state and of the user's content in a partial checkpoint.
 _ENGINE: Final = "smp_strategy"
 _CONTENT: Final = "user_content"
 
@@ -56,9 +56,9 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
 ) -> None:
-    """Write a checkpoint of a model. Collective: all ranks have to make this call.
+    """Write a checkpoint of a model. Collective.
 
-    When it returns the checkpoint is complete and ``newest`` names it, whatever the option ``async_save`` says.
+    When it returns the checkpoint is complete and ``newest`` names it, even if option ``async_save`` is set.
 
     Example::
 
@@ -67,19 +67,19 @@ def save_checkpoint(
 
     Args:
         path: the folder.
-        tag: the name of the checkpoint in it; one of the same name is replaced.
-        partial: whether each rank writes what it has, with optimizers; otherwise rank 0 writes all weights as one file.
+        tag: name of the checkpoint in it; one of the same name is replaced.
+        partial: whether each rank writes its shard, with optimizers; otherwise rank 0 writes all weights as one file.
         model: ``None``: the only one that an engine of this process runs, with all optimizers that train it.
         optimizer: one or several; ``None`` beside a model: weights only.
-        user_content: what the run has to remember beside that, of which rank 0's is written: dicts, lists, tuples and
-            sets of tensors, numbers, strings, bytes and ``None``.
-        translate_if_full: for scripts of SageMaker's library. Here names are those of the model in any case, so there
-            is nothing to translate.
-        num_kept_partial_checkpoints: how many partial checkpoints stay, the newest ones; ``None``: all.
+        user_content: further state of the run, of which rank 0's is written: dicts, lists, tuples and sets of tensors,
+            numbers, strings, bytes and ``None``.
+        translate_if_full: accepted for scripts of SageMaker's library, without effect: names are always those of the
+            model.
+        num_kept_partial_checkpoints: number of partial checkpoints to keep, the newest ones; ``None``: all.
 
     Raises:
-        ConfigError: the tag is no name of a file, the content cannot be read again, or no model or several could be
-            meant.
+        ConfigError: the tag is no valid file name, the content could not be loaded again, or the model is ambiguous or
+            missing.
         ApartError: not all ranks have made the call.
     """
     del translate_if_full
@@ -118,20 +118,20 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
     model: nn.Module | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
 ) -> Any:
-    """Load what :func:`save_checkpoint` has written, under this or another layout. Collective.
+    """Load a checkpoint of :func:`save_checkpoint`, under this or another layout. Collective.
 
-    At any time: before the first step, when the model is whole on every rank, optimizers get their state as soon as it
-    is spread; later, each rank reads its share only.
+    It may be called at any time. Before the first step, when the model is whole on every rank, optimizers get their
+    state as soon as the model is partitioned; later, each rank reads its shard only.
 
     Args:
         path: the folder.
-        tag: of the checkpoint; ``None``: the newest one.
-        partial: whether to load a partial checkpoint; otherwise one file with all weights, and no optimizer. That may
-            have been written by others, by plain PyTorch for instance.
-        strict: whether the names of weights must fit.
+        tag: name of the checkpoint; ``None``: the newest one.
+        partial: whether to load a partial checkpoint; otherwise one file with all weights, and no optimizer. Other
+            programs, plain PyTorch for instance, may have written that file.
+        strict: whether the names of weights must match.
         load_optimizer: whether to load optimizers, too.
-        load_sharded_optimizer_state: ``False``: of optimizers the options of their groups only (learning rates and so
-            on). Moments begin anew; weights in full precision are the model's, which are loaded in any case.
+        load_sharded_optimizer_state: ``False``: load only the options of optimizer groups (learning rates and so on).
+            Moments are reset; master weights are the model's, which are loaded in any case.
         translate_function: changes the state dict in a file with all weights before it is loaded.
         model: ``None``: the only one that an engine of this process runs.
         optimizer: one or several, as when saving; ``None``: all that train the model.
@@ -141,8 +141,8 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or of another model or optimizer.
-        ConfigError: the tag is no name of a file, arguments contradict each other, or no model or several could be
-            meant.
+        ConfigError: the tag is no valid file name, arguments contradict each other, or the model is ambiguous or
+            missing.
         RuntimeError: weights do not fit the model.
     """
     engine = _engine_of(model)
@@ -179,7 +179,7 @@ def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: Tagge
 
 
 def _save_full(state: StateDict, folder: TaggedFolder, content: Any) -> None:
-    """The content first: a file with all weights is complete by itself."""
+    """Write a full checkpoint, content first: the file with all weights is complete by itself."""
     if content is None:
         commit.remove(folder.content)
     else:
@@ -202,7 +202,7 @@ def _load_full(
 
 
 class _WithoutState:
-    """A source in which optimizers have no state, but the options of their groups."""
+    """Checkpoint source without optimizer state, but with the options of optimizer groups."""
 
     def __init__(self, stored: CheckpointReader) -> None:
         self._stored = stored
@@ -228,7 +228,7 @@ def _is_state(name: str) -> bool:
 
 
 def _engine_of(model: nn.Module | None) -> Engine:
-    """What runs ``model``, or the only model."""
+    """Engine of ``model``, or of the only model."""
     engines: list[Engine] = attached()
     if model is None:
         found = [engine for engine in engines if engine.is_attached] or engines
@@ -252,7 +252,7 @@ def _engine_of(model: nn.Module | None) -> Engine:
 
 
 def _unwrapped(model: nn.Module) -> Iterable[nn.Module]:
-    """``model``, and what is inside of it if it is a wrapper."""
+    """Yield ``model``, and the modules inside if it is a wrapper."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         yield inner
@@ -261,7 +261,7 @@ def _unwrapped(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _given(engine: Engine, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers themselves, which may be given in wrappers of frameworks."""
+    """Return the bare optimizers, which may be given in wrappers of frameworks."""
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]

@@ -13,11 +13,11 @@ from smp_strategy.pipeline.kept_tensors import AdoptedTensors
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor, number_of
 from smp_strategy.pipeline.record import ProgramTrace
 
-__all__ = ["Arguments"]
+__all__ = ["CallArguments"]
 
 
 @final
-class Arguments:
+class CallArguments:
     """Arguments of the calls of one program.
 
     Args:

@@ -37,7 +37,7 @@ from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_change, place_plain
-from smp_strategy.pipeline.arguments import Arguments
+from smp_strategy.pipeline.arguments import CallArguments
 from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
@@ -104,7 +104,7 @@ class MicrobatchInterpreter:
         self._with_weights = context.with_weights
         self._activations = context.activations
         self._reads_refused = context.reads_refused
-        self._arguments = Arguments(self, record, context.stage, context.leftovers)
+        self._arguments = CallArguments(self, record, context.stage, context.leftovers)
         self._draws = ProgramDraws(context.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
             context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow

@@ -7,7 +7,6 @@ Profiler ranges and traces carry the same text.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
@@ -15,7 +14,6 @@ __all__ = [
     "Action",
     "Plan",
     "Times",
-    "crowded",
     "end_of",
 ]
 
@@ -50,27 +48,6 @@ Times = tuple[tuple[tuple[float, float], ...], ...]
 def end_of(times: Times) -> float:
     """When the last action of all ends."""
     return max((span[1] for stage in times for span in stage), default=0.0)
-
-
-def crowded(times: Times, crowding: float) -> Times:
-    """The same where stages share cores (processor sharing): they slow each other down, all alike.
-
-    Args:
-        times: of stages that have cores of their own.
-        crowding: how much longer everything takes while all stages compute than while one does.
-    """
-    if crowding <= 1:
-        return times
-    computing: Counter[float] = Counter()
-    for start, end in (span for stage in times for span in stage):
-        computing[start] += 1
-        computing[end] -= 1
-    new, before, now, num = dict[float, float](), 0.0, 0.0, 0
-    for moment in sorted(computing):
-        now += (moment - before) * max(1.0, crowding * num / len(times))
-        new[moment] = now
-        before, num = moment, num + computing[moment]
-    return tuple(tuple((new[start], new[end]) for start, end in stage) for stage in times)
 
 
 @final

@@ -1,1 +1,16 @@
-"""Plans a step: what it costs, which partition and which schedule are best."""
+"""Planning: predicts the cost of a step, and chooses its partition, its schedule, and what activations are kept.
+
+In reading order:
+
+* ``costs``: times and bytes of unit calls, measured or modelled; :func:`~smp_strategy.planning.costs.find_costs`.
+* ``profiling/``: measurement of unit calls, spread over all ranks.
+* ``memory/``: predicted and measured bytes of parameters, gradients and optimizer state.
+* ``partition/``: which unit goes to which stage; branch and bound with a certificate.
+* ``schedule/``: order of forward and backward passes; simulation, published schedules, search.
+* ``activation_budget/``: which units recompute or offload activations, so that stages fit their memory limits.
+* ``planner``: joins them: the cost of a candidate partition is the simulated time of a step under a schedule.
+* ``output_file``: atomic writes of partition files and reports.
+
+All decisions are functions of plain data, equal on every rank. ``smp_strategy.engine.decide`` calls the planner, and
+``smp_strategy.engine.plan_cache`` the schedule search.
+"""

@@ -1,7 +1,6 @@
-"""What a step costs where it will run: measured if the options ask for that, modelled otherwise.
+"""Cost model of a step: times and bytes of units, measured if the options ask for it, modelled otherwise.
 
-Here the options meet what counts and what measures: kernels of calls, times of units, speeds of ranks. Everything is
-the same on all ranks.
+The costs combine the work of calls, measured times of units, and speeds of ranks. They are the same on all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,41 +33,36 @@ class Costs:
     """Seconds and bytes of the events of a step."""
 
     machine: Machine
-    """Models what was not measured."""
+    """Performance model for events that were not measured."""
     measured: Measured | None = None
     stage_speeds: tuple[float, ...] = ()
-    """Relative; empty: all stages are alike."""
+    """Relative speeds; empty: all stages are equally fast."""
     relief: ActivationPlan | None = None
-    """What becomes of what units would keep for backward; ``None``: they keep everything."""
+    """Recomputation and offload of activations; ``None``: units keep everything."""
 
     @property
     def split_overhead(self) -> float:
-        """What a backward takes longer in two parts, as a share of it."""
+        """Overhead of a backward in two parts, as a share of the whole backward."""
         return SPLIT_OVERHEAD if self.measured is None or not self.measured.work else self.measured.split_overhead
 
     @property
     def spread(self) -> float:
-        """The standard deviation of what a call takes, as a share of it; 0 where nothing is measured."""
+        """Standard deviation of the time of a call, as a share of it; 0 without measurement."""
         return 0.0 if self.measured is None else self.measured.spread
-
-    @property
-    def crowding(self) -> float:
-        """How much longer work takes while all ranks do some, because they share cores."""
-        return 1.0 if self.measured is None else self.measured.crowding
 
     @classmethod
     def modelled(cls, device: torch.device) -> Self:
-        """Costs of which nothing is measured."""
+        """Costs without any measurement."""
         return cls(machine=Machine.nominal(device.type))
 
     def work(self, events: Sequence[Event]) -> dict[int, Work]:
-        """What each event takes on a stage of speed 1, by position."""
+        """Seconds of each event on a stage of speed 1, by position."""
         return work_of(events, self.machine, self.measured)
 
     def flow(
         self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
     ) -> Flow:
-        """The segment graph of ``trace`` on these stages, at their speeds, where units are treated like this."""
+        """Segment graph of ``trace`` on these stages, at their speeds, under ``treatments`` of activations."""
         relief = self.relief or ActivationPlan(machine=self.machine)
         microbatch = Microbatch(
             trace=self.with_bytes(trace),
@@ -80,11 +74,11 @@ class Costs:
         return relief.flow(microbatch, treatments or {})
 
     def with_bytes(self, trace: Trace) -> Trace:
-        """``trace`` with the bytes that units were seen to keep, if that was measured."""
+        """``trace`` with measured bytes of activations, if there are any."""
         return with_measured_bytes(trace, self.measured)
 
     def render(self) -> str:
-        """What the user is told about the measurement; empty without one."""
+        """Lines about the measurement for the user; empty without one."""
         if self.measured is None:
             return ""
         measured = self.measured
@@ -96,8 +90,6 @@ class Costs:
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
-        if measured.crowding > 1:
-            lines.append(f"Ranks share cores: what one computes takes {measured.crowding:.1f} times as long if all do.")
         return "\n".join([*lines, *measured.notes])
 
 
@@ -109,15 +101,15 @@ def find_costs(
     shape: MeshShape,
     machine: Machine | None = None,
 ) -> Costs:
-    """The costs of a step; collective over all ranks where something is measured.
+    """Costs of a step; collective over all ranks if something is measured.
 
     Args:
-        config: says what is measured.
-        device: where the step will run.
-        calls: of units, as a dry run has met them.
-        trace: of the same dry run.
-        shape: which rank is which stage.
-        machine: models what is not measured; ``None``: a nominal one of the kind.
+        config: All options, which name the measurements.
+        device: Device of the step.
+        calls: Calls of units, as recorded by a dry run.
+        trace: Trace of the same dry run.
+        shape: Shape of the mesh.
+        machine: Performance model for everything else; ``None``: a nominal one for the kind of device.
     """
     speeds = () if config.stage_speeds is None else config.speeds(shape.pp)
     if trace is None or not (config.trace_execution_times or config.trace_memory_usage):
@@ -140,7 +132,7 @@ def find_costs(
 
 
 def measuring_device(config: SMPConfig, device: torch.device) -> torch.device:
-    """Where units are measured that will run on ``device``.
+    """Device on which units for ``device`` are measured.
 
     Raises:
         ConfigError: the options ask for a device that this rank does not have.
@@ -158,7 +150,7 @@ def measuring_device(config: SMPConfig, device: torch.device) -> torch.device:
 
 
 def _by_stage(rank_speeds: Sequence[float], shape: MeshShape) -> tuple[float, ...]:
-    """A stage is as fast as the slowest of its ranks: replicas wait for each other."""
+    """Speed of each stage, that of its slowest rank: replicas wait for each other."""
     if not rank_speeds:
         return ()
     slowest = [1.0] * shape.pp

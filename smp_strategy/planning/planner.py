@@ -1,12 +1,12 @@
-"""Where partition and schedule meet: the cost of a candidate is the simulated time of a step under a policy.
+"""Joint choice of partition and schedule: the cost of a candidate is the simulated time of a step under a policy.
 
-The partitioner knows no schedules and the scheduler no units. Here a candidate is routed and simulated, what each
-policy promises about microbatches in flight is said, and under ``pipeline=auto`` every policy gets its best partition,
-of which the fastest is taken. All of it is a function of plain data, the same on every rank.
+The partitioner knows no schedules and the scheduler no units. The planner routes and simulates candidates, and tells
+the partitioner the bounds on microbatches in flight under each policy. Under ``pipeline=auto`` every policy gets its
+best partition, and the fastest of them is taken. All functions work on plain data, and give the same on every rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from typing import final
@@ -17,7 +17,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.schedule import Plan, crowded
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
 from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
@@ -31,7 +31,12 @@ from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD, simulate
 
 __all__ = ["PlanningInput", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
 
-# Of many policies, each gets so many simulations, and those that look best then get all that they need.
+# [Note: same decision on every rank]
+# Every rank computes partition and schedule by itself, and all must get the same. So planning uses only data that are
+# equal on all ranks; budgets count simulations or passes and never seconds; there are no random numbers; ties are
+# broken by fixed orders; and costs are rounded, or counted in integers, where the order of their sums may differ.
+
+# With several policies, each gets QUICK simulations first, and the MOST_FINALISTS best ones a full search.
 QUICK = 12
 MOST_FINALISTS = 2
 SIMULATIONS_PER_CHOICE = 8
@@ -40,34 +45,32 @@ SIMULATIONS_PER_CHOICE = 8
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanningInput:
-    """A microbatch of a model, and what it runs on."""
+    """Costs of a microbatch of a model, and limits of the machine."""
 
     trace: Trace
     work: Mapping[int, Work]
-    """Of each event, by position."""
+    """Work of each event, by position."""
     parameters: Mapping[str, Mapping[int, HeldBytes]]
-    """What a rank holds of each unit's parameters, by unit in order of registration."""
+    """Bytes that a rank holds per parameter of each unit; units in order of registration."""
     link: Link
     everywhere: Mapping[int, HeldBytes] = field(default_factory=dict)
-    """What every stage holds, whatever its units are."""
+    """Bytes that every stage holds, independent of its units."""
     whole: Mapping[str, HeldBytes] | None = None
-    """Each unit's parameters, where a rank holds a part of them only."""
+    """Unsharded bytes of each unit's parameters, if a rank holds only a shard."""
     state_shards: int = 1
-    """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
+    """Ranks of a stage that share its optimizer state, by whole parameters."""
     split_overhead: float = SPLIT_OVERHEAD
-    """What a backward takes longer in two parts, as a share of it."""
-    crowding: float = 1.0
-    """How much longer work takes while all stages do some, because they share cores."""
+    """Overhead of a backward in two parts, as a share of the whole backward."""
     memory_limits: tuple[int | None, ...] = ()
-    """Bytes per stage; empty: there are none."""
+    """Bytes per stage; empty: unlimited."""
     stage_speeds: tuple[float, ...] = ()
-    """Relative; empty: all are alike."""
+    """Relative speeds; empty: all equal."""
     relief: ActivationPlan = ActivationPlan(machine=Machine.nominal("cpu"))
-    """What becomes of what units would keep for backward."""
+    """Recomputation and offload of activations, decided or free."""
 
     @cached_property
     def calls(self) -> CallTable:
-        """What calls of units cost under all that may become of that."""
+        """Costs of all calls under every choice of recomputation and offload."""
         return CallTable(self.relief, self.trace, self.work)
 
 
@@ -91,10 +94,10 @@ def best_partition(
     """The partition of least cost, under the schedule that makes it fastest.
 
     Args:
-        config: all options.
-        program: what is partitioned.
-        num_stages: number of stages.
-        policies: schedules to choose from; ``None``: those that the options allow.
+        config: All options.
+        program: Costs of the model.
+        num_stages: Number of stages.
+        policies: Schedules to choose from; ``None``: the ones that the options allow.
 
     Raises:
         ConfigError: there are more chunks than units, or nothing fits the limits of memory.
@@ -111,9 +114,9 @@ def best_partition(
 def _attempts(
     config: SMPConfig, program: PlanningInput, num_stages: int, policies: Sequence[Policy], budget: int | None
 ) -> dict[Policy, Partition]:
-    """The best partition under each policy under which there is one."""
+    """The best partition under each policy that has a feasible one."""
     found: dict[Policy, Partition] = {}
-    # A candidate that has to choose what its units keep takes as long as some that need not.
+    # Choosing recomputation or offload for a candidate costs several simulations.
     effort = EFFORT // SIMULATIONS_PER_CHOICE if program.relief.free else EFFORT
     errors: list[ConfigError] = []
     for policy in policies:
@@ -132,13 +135,13 @@ def _attempts(
 
 
 def as_given(config: SMPConfig, program: PlanningInput, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
-    """What an assignment that is decided already costs, under the policy that suits it best.
+    """Evaluate a given assignment of units to stages, under the policy that suits it best.
 
     Raises:
         ConfigError: it does not fit the limits of memory.
     """
     policies = policies_of(config, num_stages, len(program.parameters))
-    # A timetable that is made for chunks at other places is rarely a good one.
+    # A schedule made for another placement of chunks is rarely a good one.
     stages = [stage_of[unit.name] for unit in problem_under(config, program, num_stages, policies[0]).units]
     suitable = [policy for policy in policies if _has_chunks_of(policy, num_stages, stages)]
     found = []
@@ -164,10 +167,10 @@ def _has_chunks_of(policy: Policy, num_stages: int, stages: Sequence[int]) -> bo
 
 
 def _simplest(partitions: Collection[Partition]) -> Partition:
-    """The first one that is as fast as the fastest, or nearly: simpler policies come first.
+    """The first partition that is nearly as fast as the fastest: simpler policies come first.
 
-    What memory weighs is for each policy's partition. Among policies it would choose the one that keeps least, and
-    whoever does not name a schedule wants the fastest that fits.
+    ``memory_weight`` applies within each policy's partition only. Among policies it would favour the one that keeps
+    least, and a user who names no schedule wants the fastest one that fits.
     """
     least = min(partition.step_seconds for partition in partitions)
     return next(partition for partition in partitions if partition.step_seconds * (1 - NOTICEABLE) <= least)
@@ -207,14 +210,14 @@ def simulated(
     stage_of: Mapping[str, int],
     relief: ActivationPlan | None = None,
 ) -> Score:
-    """Time and activations of a step under an assignment of units to stages.
+    """Simulated time and activation memory of a step under an assignment of units to stages.
 
     Args:
-        program: what is partitioned.
-        problem: the same, as :func:`problem_under` states it for ``policy``.
-        policy: orders the work.
-        stage_of: stage of each unit.
-        relief: what becomes of what units keep; ``None``: as ``program`` has it.
+        program: Costs of the model.
+        problem: Result of :func:`problem_under` for ``program`` and ``policy``.
+        policy: Schedule of the step.
+        stage_of: Stage of each unit.
+        relief: Recomputation and offload of activations; ``None``: those of ``program``.
     """
     setting = problem.setting
     microbatch = Microbatch(
@@ -226,8 +229,7 @@ def simulated(
     )
 
     def simulate_flow(flow: Flow) -> Plan:
-        plan = simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
-        return replace(plan, times=crowded(plan.times, program.crowding))
+        return simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
 
     room: list[int | None] = []
     for stage, held in enumerate(problem.held(stage_of)):
@@ -241,7 +243,7 @@ def simulated(
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
-    """What ``policy`` promises of the microbatches in flight on ``stage``."""
+    """Bounds on the microbatches in flight on ``stage`` under ``policy``."""
     after, all_of_them = num_stages - 1 - stage, num_microbatches
     asked = policy.active_microbatches or all_of_them
     match policy.name:
@@ -253,7 +255,7 @@ def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: in
             return InFlight(likely=min(-(-chunks // policy.num_chunks), asked, all_of_them))
         case "interleaved":
             most = policy.most_active(num_stages)
-            # Backwards take twice as long as forwards, so while the first one is on its way three per stage fit.
+            # A backward takes twice as long as a forward: until the first one returns, three forwards per stage fit.
             return InFlight(Promise(1, most), Promise(1, most), min(most, 3 * after + 1, all_of_them))
         case "zb-h1" | "zb-h2":
             most = min(num_stages if policy.name == "zb-h1" else 2 * num_stages - 1, asked)
@@ -265,7 +267,7 @@ def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: in
 
 
 def _guesses(problem: PartitionProblem) -> list[dict[str, int]]:
-    """What SageMaker's algorithm would do."""
+    """Starting points for the solver: partitions of SageMaker's algorithm at several memory weights."""
     tree, setting = module_tree(problem.units), problem.setting
     if tree.num_leaves < setting.num_stages:
         return []
@@ -301,7 +303,7 @@ def _reliefs(
     stage_of: Mapping[str, int],
     treatments: Treatments,
 ) -> StageActivations:
-    """What ``treatments`` bring and cost."""
+    """Bytes saved and seconds added by ``treatments``, per unit."""
     trace, work = program.relief.treated(program.trace, program.work, treatments, stage_of)
     of_units = {name: UnitActivations(treatment=treatment) for name, treatment in treatments.items()}
     for position, (before, after) in enumerate(zip(program.trace.events, trace.events, strict=True)):

@@ -1,13 +1,9 @@
-"""What every rank holds, counted, beside what was predicted for its stage.
-
-From what each rank counts to the memory report, on every rank.
-"""
+"""Memory report: measured bytes of every rank beside the prediction for its stage, gathered on every rank."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,31 +12,37 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.planning.memory.amounts import RankMemory
 from smp_strategy.planning.memory.counting import ShardedStorage, count
-from smp_strategy.planning.output_file import save_report
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_tables import page, predicted_amounts, text
+from smp_strategy.reports.report import Report
 
 __all__ = ["MemoryReport", "memory_report"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """What ranks held at the moment when they were asked. Saying it as text: ``print(report)``."""
+class MemoryReport(Report):
+    """Memory of all ranks at the time of the call. ``print(report)`` shows it as text."""
 
     ranks: tuple[RankMemory, ...]
-    """All of them, by rank."""
+    """Measured memory of all ranks, by rank."""
     predicted: tuple[HeldBytes, ...]
-    """What the fullest rank of each stage was to hold; empty before the partition is decided."""
+    """Predicted memory of the fullest rank of each stage; empty before the partition is decided."""
     rank: int
-    """Who says this."""
+    """Global rank of this process."""
+    noun: ClassVar[str] = "A memory report"
+
+    @property
+    def writes_here(self) -> bool:
+        """On global rank 0."""
+        return self.rank == 0
 
     def __str__(self) -> str:
         return text(self.ranks, self.predicted)
 
     def to_json(self) -> str:
-        """All of it as data, in bytes."""
+        """All amounts as data, in bytes."""
         return json.dumps(
             {
                 "ranks": [
@@ -53,18 +55,8 @@ class MemoryReport:
         )
 
     def to_html(self) -> str:
-        """A page of its own: no scripts, and nothing is loaded from elsewhere."""
+        """Self-contained page without scripts."""
         return page(self.ranks, self.predicted)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
-
-        All ranks may call this: global rank 0 writes, others do nothing.
-
-        Raises:
-            ConfigError: another ending.
-        """
-        save_report(path, self, "A memory report", is_here=self.rank == 0)
 
 
 def memory_report(
@@ -76,15 +68,15 @@ def memory_report(
     *,
     copies: int = 0,
 ) -> MemoryReport:
-    """What all ranks hold now; collective over all of them, outside of steps.
+    """Memory report of all ranks; collective over all of them, outside of steps.
 
     Args:
-        module: all of it, of which this rank may have a part.
-        optimizers: what trains it.
-        mesh: where the ranks stand.
-        partition: what was predicted; ``None`` before it is decided.
-        spread: what is known of parameters that are spread over shard groups; ``None``: there are none.
-        copies: bytes of the half-precision copies of parameters that this rank's units compute with.
+        module: Whole module; tensors of other stages are absent.
+        optimizers: Optimizers of the module.
+        mesh: Mesh of the ranks.
+        partition: Partition with its predictions; ``None`` before it is decided.
+        spread: Memory of parameters that are sharded over shard groups; ``None`` if there are none.
+        copies: Bytes of the half-precision copies of parameters that this rank's units compute with.
     """
     mine = count(module, optimizers, mesh, spread, copies=copies)
     told = collectives.gather_objects(mine, "what ranks hold in memory")

@@ -1,17 +1,13 @@
-"""The memory report as a table, for a terminal and for a browser: stage by stage, counted and predicted."""
+"""Table of the memory report, for a terminal and a browser: measured and predicted bytes, stage by stage."""
 
-import io
 from collections.abc import Mapping, Sequence
 from html import escape
-
-from rich.console import Console
-from rich.table import Table
 
 from smp_strategy.config.sizes import show_bytes
 from smp_strategy.planning.memory.amounts import RankMemory
 from smp_strategy.planning.partition.problem import HeldBytes
-from smp_strategy.reports.explain.html import document, element, row
-from smp_strategy.reports.explain.text import WIDTH
+from smp_strategy.reports.html import document, element, table_element
+from smp_strategy.reports.table import ReportTable, render_text
 
 __all__ = ["page", "predicted_amounts", "text"]
 
@@ -24,7 +20,7 @@ CAPTION = (
 
 
 def predicted_amounts(held: HeldBytes) -> dict[str, int]:
-    """What is counted of what was predicted; nothing is said of buffers."""
+    """Predicted bytes of the kinds that are measured; buffers have no prediction."""
     return {
         "parameters": held.parameter,
         "gathered": held.gathered,
@@ -34,30 +30,20 @@ def predicted_amounts(held: HeldBytes) -> dict[str, int]:
 
 
 def text(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
-    """As text."""
-    table = Table(title=_summary(ranks), title_justify="left", caption=CAPTION, caption_justify="left")
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if number < 2 else "right")
-    *rows, last = _rows(ranks, predicted)
-    for cells in rows:
-        table.add_row(*cells)
-    table.add_section()
-    table.add_row(*last)
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    """Memory report as plain text."""
+    return render_text([_table(ranks, predicted)])
 
 
 def page(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
-    """As a page."""
-    rows = [row("td", [escape(cell) for cell in cells]) for cells in _rows(ranks, predicted)]
-    parts = [
-        element("h1", escape(_summary(ranks))),
-        element("table", row("th", COLUMNS), *rows),
-        element("p", CAPTION, class_="dim"),
-    ]
-    return document("Memory", parts)
+    """Memory report as an HTML page."""
+    table = _table(ranks, predicted)
+    heading, caption = element("h1", escape(table.title)), element("p", table.caption, class_="dim")
+    return document("Memory", [heading, table_element(table), caption])
+
+
+def _table(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> ReportTable:
+    rows = _rows(ranks, predicted)
+    return ReportTable(title=_summary(ranks), columns=COLUMNS, rows=rows, caption=CAPTION, has_total=True)
 
 
 def _summary(ranks: Sequence[RankMemory]) -> str:

@@ -1,8 +1,7 @@
-"""Whole runs: ``examples/train.py`` from the command line, and the script in the README."""
+"""Whole runs: ``examples/train.py`` from the command line."""
 
 import csv
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -162,9 +161,3 @@ def test_torchrun_runs_the_example_in_one_run_directory(tmp_path):
     [folder] = (tmp_path / "outputs").glob("*/*")
     assert len(validation_losses(folder)) == 3
     assert sorted(path.name for path in folder.glob("*.log")) == ["train.log", "train_rank1.log"]
-
-
-def test_the_script_in_the_readme_trains(tmp_path):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    (tmp_path / "script.py").write_text(code)
-    assert "Limited by the " in run(tmp_path, "script.py")

@@ -77,7 +77,7 @@ def ties(smp, folder):
     go_on(run, batches()[:1])
     run[0].save_state(folder)
     expected = go_on(run, batches()[1:2])
-    run[0].smp_settle()
+    run[0].smp.settle()
     again = start(smp, seed=5)
     again[0].load_state(folder)
     return files(folder), expected, go_on(again, batches()[1:2])
@@ -96,7 +96,7 @@ def before_the_first_step(folder):
     run = start({**PP2, **SHARDED, **ASYNC})
     run[0].save_state(folder)
     expected = go_on(run, batches()[:2])
-    run[0].smp_settle()
+    run[0].smp.settle()
     again = start({**PP2, **SHARDED}, seed=5)
     again[0].load_state(folder)
     return expected, go_on(again, batches()[:2])
@@ -140,7 +140,7 @@ def numbers_checkpoints(folder, form):
     accelerator, checkpoints = run[0], folder / "checkpoints"
     go_on(run, batches()[:1])
     accelerator.save_state()
-    accelerator.smp_settle()
+    accelerator.smp.settle()
     may_go_on = threading.Event()
     move_in = folders.move_in
 
@@ -171,7 +171,7 @@ def fails_later(folder, form):
     accelerator = run[0]
     go_on(run, batches()[:1])
     accelerator.save_state(folder)
-    accelerator.smp_settle()
+    accelerator.smp.settle()
     before = {each: (folder / each).read_bytes() for each in files(folder) if (folder / each).is_file()}
 
     def full_disk(*args, **options):
@@ -180,7 +180,7 @@ def fails_later(folder, form):
     kept = Prepared._write_share, state_files.write_weights
     Prepared._write_share = state_files.write_weights = full_disk
     accelerator.save_state(folder)
-    accelerator._smp_background._work.thread.join()
+    accelerator.smp.background._work.thread.join()
     Prepared._write_share, state_files.write_weights = kept
     try:
         accelerator.save_state(folder)

@@ -1,6 +1,5 @@
 """Measured costs on several ranks: shared work, equal numbers, no trace in what is trained."""
 
-import math
 import os
 import time
 from collections import Counter
@@ -93,7 +92,6 @@ def share(pp: int) -> tuple[list[str], Any, Any]:
         return real(call, *args, memory=memory, **options)
 
     sharing.measure_alone = noting
-    sharing.CROWDED = math.inf  # where ranks share cores, rank 0 measures everything
     model = Mixed()
     engine = engine_for(model, pp, **MEASURED)
     engine.train_step(model.loss, batch_for("text", 0, 8), loss_of=lambda loss: loss)

@@ -1,6 +1,26 @@
-"""The front door for Accelerate: its training loops, as they are, under any layout.
+"""Accelerate integration: unchanged training loops under any layout.
 
-The launcher reads a part of this room before any model exists, so public names are looked up when they are first used.
+Reading order::
+
+    launch.py, launch_options.py          patches of `accelerate launch`; `smp_config` becomes SMP_* variables
+    plugin.py                             SMPPlugin, which adds the hooks to an Accelerator under construction
+    validation.py                         errors about unsupported options, models and optimizers
+    session.py                            Session, the state that all hooks share; HookBase
+    training.py                           prepare, clipping, unscaling, free_memory, end_training
+    model_calls.py                        calls of the model become engine steps; prediction of their backward
+    model_inputs.py, model_outputs.py     differentiable inputs; results on the script's autograd graph
+    model_methods.py                      public methods of the model that call its units
+    optimizer.py, no_sync.py              optimizer and scheduler wrappers; gradient accumulation
+    data.py                               loaders: sharded over replicas, same batches within a replica
+    data_ranks.py, collectives.py         gather, reduce and their like over data ranks
+    saving.py, saving_calls.py            full state dicts; the model's own state_dict and load_state_dict
+    full_states.py, shared_states.py      gathering and loading of full states; one copy per machine
+    save_state.py                         save_state and load_state, full or sharded, also asynchronous
+    state_folders.py, state_files.py      atomic checkpoint folders; Accelerate's own files
+    rng_files.py                          RNG states in these files
+    hf_trainer.py                         Hugging Face's Trainer
+
+The launcher imports a part of this package before any model exists, so public names are imported at their first use.
 """
 
 from importlib import import_module

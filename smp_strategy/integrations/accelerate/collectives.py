@@ -1,8 +1,9 @@
-"""What ``gather``, ``reduce`` and their like mean: a script sees as many processes as there are ranks with own samples.
+"""The Accelerator's collectives (``gather``, ``reduce``, ...), over data ranks instead of ranks of the world.
 
 The ranks of one replica have the same samples and the same results, so counting each rank would weigh every sample
-several times. ``num_processes`` and ``process_index`` are those of the samples; who prints, logs and saves
-(``is_main_process`` and so on) is still one process of the world. How values travel: :mod:`data_groups`.
+several times. ``num_processes`` and ``process_index`` count data ranks. Printing, logging and saving
+(``is_main_process`` and so on) still happen on a single process of the world. The transport is
+:mod:`smp_strategy.integrations.accelerate.data_ranks`.
 """
 
 import os
@@ -27,18 +28,18 @@ __all__ = ["CollectiveHooks"]
 
 
 class CollectiveHooks(HookBase):
-    """The Accelerator's methods that exchange values, and what it says about processes."""
+    """Methods of the Accelerator that exchange values, and its properties about processes."""
 
     flag_tensor: Tensor | None
 
     @property
     def num_processes(self) -> int:
-        """How many ranks read samples of their own."""
+        """Number of ranks that read samples of their own."""
         return self.smp.num_data_ranks
 
     @property
     def process_index(self) -> int:
-        """Which of them this one is, or reads the samples of."""
+        """Index of the data rank whose samples this rank reads."""
         return self.smp.data_rank
 
     @property
@@ -47,7 +48,7 @@ class CollectiveHooks(HookBase):
         return self.state.process_index == self.state.num_processes - 1
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Run a function once for data rank ``process_index``: on its first rank; on none if there is no such one."""
+        """Run a function on the first rank of data rank ``process_index``; on no rank if there is no such data rank."""
         if function is None:
             return partial(self.on_process, process_index=process_index)
         ranks = self.smp.data_ranks()
@@ -56,11 +57,11 @@ class CollectiveHooks(HookBase):
         return super().on_process(function, firsts.get(number))
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all replicas, one after the other, on every rank. Collective."""
+        """Concatenate the tensors of all replicas, on every rank. Collective."""
         return _gather(tensor, self.smp)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Tensors or objects of all replicas, without those that have filled up the last batch. Collective."""
+        """Gather tensors or objects of all replicas, without the duplicates that padded the last batch. Collective."""
         if not use_gather_object and _holds_tensors_only(input_data):
             return super().gather_for_metrics(input_data)
         found = self.smp.data_groups.gather_objects(input_data)
@@ -96,17 +97,17 @@ class CollectiveHooks(HookBase):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of ``inputs`` that this replica is to deal with."""
+        """Yield this replica's part of ``inputs``."""
         place = SimpleNamespace(num_processes=self.num_processes, process_index=self.process_index, device=self.device)
         with PartialState.split_between_processes(place, inputs, apply_padding=apply_padding) as mine:
             yield mine
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Another ``even_batches`` for the loaders that are prepared, as long as this is open.
+        """Override ``even_batches`` of the prepared loaders inside the context.
 
-        Nobody is joined: an evaluation needs nothing of the others, and training is refused as soon as the numbers of
-        batches differ, see `LoaderHooks.check_even`.
+        Nothing is joined: evaluation needs no other replica, and training raises as soon as the numbers of batches
+        differ, see :meth:`~smp_strategy.integrations.accelerate.data.ActiveLoader.check_even`.
         """
         shards = [found for loader in self._dataloaders if (found := shard_of(loader)) is not None]
         before = [shard.even_batches for shard in shards]
@@ -120,7 +121,7 @@ class CollectiveHooks(HookBase):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """As Accelerate's, with one file for each rank of the world."""
+        """Profile as Accelerate does, with one trace file for each rank of the world."""
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:
             yield profiler

@@ -1,17 +1,18 @@
-"""Loaders are dealt out to replicas, and all ranks of a replica read the same batches.
+"""Distributed data loading under Accelerate: loaders are sharded over replicas, and all ranks of a replica read alike.
 
-Accelerate deals out samples by ``num_processes`` and ``process_index``, which are those of the samples here, so its own
-code does that. What is left is that ranks which read alike must draw alike (:mod:`smp_strategy.distributed.rng_sync`).
+Accelerate shards samples by ``num_processes`` and ``process_index``. The hooks return the number and index of the data
+ranks there, so Accelerate's own code does the sharding. The remaining task is that ranks which read the same samples
+draw the same random numbers (:mod:`smp_strategy.distributed.rng_sync`).
 
-[Note: one stream] Between two batches a script may draw what it likes: noise for its inputs, on one rank a sample to
-show. In one process all of that and the data path share one stream of random numbers. So the ranks of a replica take
-over the generators of its first rank before each batch, at the price of one small message. Replica 0 then draws what
-one process draws, whatever the script does with the generators.
+[Note: one stream] Between two batches a script may draw random numbers of its own: noise for inputs, on one rank a
+sample to show. In a single process those draws and the data path share one stream. So the ranks of a replica adopt the
+generator states of its first rank before each batch, at the price of one small message. Replica 0 then draws what a
+single process draws, whatever the script does with the generators.
 
-Passes over loaders are caught where Accelerate notes that one begins, because there are ways to make a loader of a
-prepared one (``skip_first_batches``) that no Accelerator gets to know of.
+The start of a pass is intercepted where Accelerate itself registers it: some functions derive a loader from a prepared
+one (``skip_first_batches``) without any Accelerator.
 
-With ``dispatch_batches`` the main process alone reads and sends, and each rank takes the part of its replica.
+With ``dispatch_batches`` only the main process reads and sends, and each rank slices out the part of its replica.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 
-__all__ = ["LoaderHooks", "shard_of"]
+__all__ = ["ActiveLoader", "LoaderHooks", "shard_of"]
 
 _ADVICE = (
     "A dataset or sampler that picks its samples by rank must go by `accelerator.process_index` and "
@@ -46,7 +47,7 @@ _ADVICE = (
 
 
 class LoaderHooks(HookBase):
-    """The Accelerator's methods for data loaders."""
+    """Methods of the Accelerator for data loaders."""
 
     def prepare_data_loader(
         self,
@@ -54,10 +55,10 @@ class LoaderHooks(HookBase):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """A loader of this replica's part of the batches, the same on all of its ranks. Collective.
+        """Prepare a loader of this replica's share of the batches, identical on all its ranks. Collective.
 
         Raises:
-            UnsupportedError: the main process would read for all, with the state of the loader counted by processes.
+            UnsupportedError: ``dispatch_batches`` with a stateful loader, whose state counts batches by process.
         """
         self._catch_passes()
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -74,47 +75,61 @@ class LoaderHooks(HookBase):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that begins later, for the rest of a pass."""
+        """Return a loader for the rest of a pass, without its first batches."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if isinstance(rest, DataLoaderDispatcher):
             rest.slice_fn = dataloader.slice_fn
             self._deal_out(rest)
         return rest
 
-    def check_even(self, training: bool) -> None:
-        """Called before each step: do replicas that wait for each other have the same number of batches?
-
-        Raises:
-            UnsupportedError: some have one more; they would wait for ever.
-        """
-        loader = self.gradient_state.active_dataloader
-        need_each_other = training or self.smp.shape.dp_shard > 1 or not self.smp.config.prescaled_batch
-        if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
-            raise UnsupportedError(
-                f"With `even_batches=False` some of the {self.num_processes} replicas get one batch more than others "
-                f"({len(loader.dataset)} samples), which then do not take part in its step: the run would wait for "
-                "ever. Use `even_batches=True` (samples from the start fill up the last batches), or `drop_last=True` "
-                "in the DataLoader."
-            )
-
-    def read_last(self) -> BatchSource | None:
-        """What is known of the batch that the script has got last."""
-        loader = self.gradient_state.active_dataloader
-        found = pass_of(getattr(loader, "base_dataloader", None))
-        # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
-        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
-
     def _catch_passes(self) -> None:
         # All instances of this class are one. Each loader calls this when a pass begins.
         self.gradient_state._add_dataloader = _PassStart(self.smp)
 
     def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
-        _deal_out(dispatcher, self.smp, _OneStream(self.smp))
+        _deal_out(dispatcher, self.smp, _ReplicaStream(self.smp))
 
 
 @final
-class _OneStream(DataReaders):
-    """See [Note: one stream]."""
+class ActiveLoader:
+    """The prepared loader that the script is iterating over.
+
+    Args:
+        session: shared state of the Accelerator's hooks.
+        state: Accelerate's gradient state, which tracks the active loader.
+    """
+
+    def __init__(self, session: Session, state: GradientState) -> None:
+        self._session = session
+        self._state = state
+
+    def check_even(self, training: bool) -> None:
+        """Check before a step that replicas which wait for each other have equally many batches.
+
+        Raises:
+            UnsupportedError: some have one more; they would wait forever.
+        """
+        loader, session = self._state.active_dataloader, self._session
+        need_each_other = training or session.shape.dp_shard > 1 or not session.config.prescaled_batch
+        if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
+            raise UnsupportedError(
+                f"With `even_batches=False` some of the {session.num_data_ranks} replicas get one batch more than "
+                f"others ({len(loader.dataset)} samples), which then do not take part in its step: the run would wait "
+                "for ever. Use `even_batches=True` (samples from the start fill up the last batches), or "
+                "`drop_last=True` in the DataLoader."
+            )
+
+    def last_read(self) -> BatchSource | None:
+        """Origin of the batch that the script received last; ``None`` if unknown."""
+        loader = self._state.active_dataloader
+        found = pass_of(getattr(loader, "base_dataloader", None))
+        # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
+        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
+
+
+@final
+class _ReplicaStream(DataReaders):
+    """Random number stream of a replica. See [Note: one stream]."""
 
     def __init__(self, session: Session) -> None:
         ranks = session.data_ranks()[session.data_rank]
@@ -122,18 +137,18 @@ class _OneStream(DataReaders):
         self._device = session.device
 
     def begin(self, *generators: torch.Generator) -> None:
-        """A pass begins. Collective."""
+        """Start a pass. Collective."""
         self.take_over(*generators)
         self.go_on()
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """Around what draws on the way to a batch. Collective."""
+        """Context for all draws on the way to a batch. Collective."""
         self.follow_first()
         yield
 
     def follow_first(self) -> None:
-        """Go on where the first rank's global generators are. Collective."""
+        """Adopt the global generator states of the first rank. Collective."""
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
     def arrived(self, batch: Any, read: BatchSource | None) -> None:
@@ -143,17 +158,17 @@ class _OneStream(DataReaders):
 
 @final
 class _PassStart:
-    """What is done when a pass over a loader begins. A pickled one, with the state that has it, does what is usual."""
+    """Callback for the start of a pass over a loader. A pickled copy (it is part of a pickled state) has no session."""
 
     def __init__(self, session: Session | None = None) -> None:
         self._session = session
-        self._stream = None if session is None else _OneStream(session)
+        self._stream = None if session is None else _ReplicaStream(session)
 
     def __reduce__(self) -> Any:
         return _PassStart, ()
 
     def __call__(self, loader: Any) -> None:
-        """See to it that ``loader`` gives the same on all ranks of the replica. Collective."""
+        """Make ``loader`` produce the same batches on all ranks of the replica. Collective."""
         if self._session is not None and isinstance(loader, DataLoaderAdapter):
             assert self._stream is not None
             if isinstance(loader, DataLoaderDispatcher):
@@ -165,8 +180,8 @@ class _PassStart:
 
 
 @final
-class _World:
-    """What a dispatcher knows of processes: the main one reads a batch for each replica."""
+class _DispatcherState:
+    """Process state as a dispatcher sees it: the main process reads one batch for each replica."""
 
     def __init__(self, session: Session) -> None:
         self.process_index = session.rank
@@ -176,44 +191,44 @@ class _World:
 
 @final
 class _ReplicaPart:
-    """Cuts this replica's part out of a batch; called on all ranks, for a batch that all of them have."""
+    """Slice function of a dispatcher: cuts this replica's part out of a batch. All ranks call it with one batch."""
 
-    def __init__(self, cut: Callable[..., Any], session: Session, stream: _OneStream) -> None:
+    def __init__(self, cut: Callable[..., Any], session: Session, stream: _ReplicaStream) -> None:
         self._cut = cut
         self._session = session
         self._stream = stream
 
     def __call__(self, data: Any, of_rank: slice, **_place: int) -> Any:
-        # The main process has drawn for the next batch already, as one process would have.
+        # The main process has drawn for the next batch already, as a single process would have.
         self._stream.follow_first()
         size, number = of_rank.stop - of_rank.start, self._session.data_rank
-        # It begins at 0 for rank 0, which is data rank 0, and where samples to fill up the last batch are put aside.
+        # The slice begins at 0 for rank 0, which is data rank 0, and for the samples that later pad the last batch.
         part = slice(number * size, (number + 1) * size) if of_rank.start > 0 else of_rank
         return self._cut(data, part, process_index=number, num_processes=self._session.num_data_ranks)
 
 
-def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _OneStream) -> None:
-    dispatcher.state = _World(session)
+def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _ReplicaStream) -> None:
+    dispatcher.state = _DispatcherState(session)
     if not isinstance(dispatcher.slice_fn, _ReplicaPart):
         dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
 
 
 def _agree_on_seed(prepared: Any) -> None:
-    """Of a sampler that begins each epoch with the seed that its rank has begun with."""
+    """Broadcast the seed of a seedable sampler, which each rank has drawn for itself."""
     sampler = get_sampler(prepared)
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
 
 
 def _seed_workers_by(data_rank: int, prepared: Any) -> None:
-    """The Trainer of transformers seeds workers by global rank: each stage would augment in another way."""
+    """Seed data workers by data rank. The Trainer seeds them by global rank, so stages would augment differently."""
     seed = prepared.worker_init_fn
     if isinstance(seed, partial) and seed.func.__module__ == "transformers.trainer_utils" and "rank" in seed.keywords:
         prepared.base_dataloader.worker_init_fn = partial(seed, rank=data_rank)
 
 
 def shard_of(loader: Any) -> Any:
-    """What deals out the batches of a prepared loader, or ``None`` if nothing is dealt out by batch."""
+    """Batch sampler that shards a prepared loader over replicas; ``None`` if it is not sharded by batch."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while batches is not None and not isinstance(batches, BatchSamplerShard):
         batches = getattr(batches, "batch_sampler", None)

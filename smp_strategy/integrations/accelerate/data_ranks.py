@@ -1,12 +1,12 @@
-"""Exchange of values between data ranks, as if there were one process for each.
+"""Collectives between data ranks, as if each data rank were a single process.
 
-The ranks that read alike speak with one voice: the value of a data rank is that of its first rank, and the first ranks
-exchange theirs and tell the others what they have found. So every rank of the world gets the same answer, even where
-only the main process had something to say (it is a first rank) or where values are those of the rank (a clock), and
-decisions that are taken from it are the same everywhere. It costs one message more than an exchange between all.
+The value of a data rank is that of its first rank. The first ranks exchange their values, and each broadcasts the
+result to the ranks that read the same samples. So every rank of the world gets the same answer, even if only the main
+process contributed (it is a first rank) or if values differ by rank (a clock), and decisions based on it agree. The
+cost is one message more than an exchange between all ranks.
 
-What several data ranks exchange has no history, as in Accelerate. With one data rank there is nothing to exchange, and
-a loss of embeddings that were gathered trains them, as with one process: each rank's own tensor gets the gradient.
+Results of several data ranks carry no gradient, as in Accelerate. With a single data rank nothing is exchanged, and a
+loss of gathered embeddings trains them as in a single process: each rank's own tensor gets the gradient.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ class DataGroups:
     """Process groups of data ranks. Construction and methods are collective over all ranks of the world.
 
     Args:
-        data_ranks: for each data rank the global ranks that read alike.
-        timeout: of the groups' collectives; ``None``: the backend's.
+        data_ranks: global ranks that read the same samples, for each data rank.
+        timeout: timeout of the collectives; ``None``: that of the backend.
 
     Attributes:
-        readers: global ranks that read what this one reads.
+        readers: global ranks that read the same samples as this rank.
     """
 
     def __init__(self, data_ranks: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> None:
@@ -59,14 +59,14 @@ class DataGroups:
 
     @property
     def reading_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that read what this one reads, if it is not alone."""
+        """Group of the ranks that read the same samples as this rank, if there are several."""
         return self._among_readers
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all data ranks, one after the other; with one data rank just that, with its history.
+        """Concatenate the tensors of all data ranks; with a single data rank the result keeps its gradient history.
 
         Args:
-            tensor: of the same shape and dtype on all ranks; without dims it counts as one of shape (1,).
+            tensor: same shape and dtype on all ranks; a tensor without dims counts as one of shape (1,).
         """
         if self._num == 1:
             return self._told_with_history(tensor)
@@ -78,9 +78,9 @@ class DataGroups:
         return self._told(mine.new_empty((self._num * len(mine), *mine.shape[1:])))
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        """A new tensor: the sum, mean or maximum of those of all data ranks, of the same shape and dtype.
+        """Sum, mean or maximum over the data ranks, as a new tensor of the same shape and dtype.
 
-        With one data rank it has the history of ``tensor``.
+        With a single data rank it has the gradient history of ``tensor``.
         """
         if self._num == 1:
             return self._told_with_history(tensor.clone())
@@ -92,7 +92,7 @@ class DataGroups:
         return self._told(found)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """One object of each data rank."""
+        """Gather one object from each data rank."""
         box: list[Any] = [mine] * self._num
         if self._num > 1 and self._is_first:
             found = collectives.gather_objects(mine, _GATHER, self._between_firsts)
@@ -104,11 +104,11 @@ class DataGroups:
     def _told_with_history(self, tensor: Tensor) -> Tensor:
         if len(self.readers) == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
             return self._told(tensor)
-        told: Tensor = _InPlaceOf.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
+        told: Tensor = _ReplacedValue.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
         return told
 
     def _told(self, tensor: Tensor) -> Tensor:
-        """The tensor of the first of the ranks that read alike."""
+        """Broadcast the tensor of the first rank to the ranks that read the same samples."""
         if len(self.readers) == 1:
             return tensor
         found = tensor if self._is_first else torch.empty_like(tensor)
@@ -117,8 +117,8 @@ class DataGroups:
         return found
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """A value that stands for a tensor, which gets its gradient."""
+class _ReplacedValue(torch.autograd.Function):
+    """Substitute a value for a tensor; the tensor receives its gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""State as one process would have it, for what is spread and for what is not.
+"""Full state dicts of the partitioned model, of submodules, and of models that are whole on every rank.
 
-An Accelerator may have prepared one model that the engine runs, and others that every rank has whole. The same goes for
-optimizers. Part of the model may be asked for, too: ``accelerator.get_state_dict(model.encoder)``.
+An Accelerator may have prepared one model that the engine runs, and others that every rank has whole. The same holds
+for optimizers. A submodule may be asked for, too: ``accelerator.get_state_dict(model.encoder)``.
 """
 
 from collections import OrderedDict
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
-    """The name of ``module`` in ``root``, empty for that itself; ``None``: it is not in there."""
+    """Name of ``module`` in ``root``, empty for ``root`` itself; ``None`` if it is not in there."""
     return next((name for name, each in root.named_modules(remove_duplicate=False) if each is module), None)
 
 
 def is_optimizer(candidate: Any) -> bool:
-    """Whether it is an optimizer, the user's or Accelerate's around one."""
+    """Whether ``candidate`` is an optimizer, the user's or Accelerate's wrapper."""
     return isinstance(unwrapped([candidate])[0], Optimizer)
 
 
@@ -46,7 +46,7 @@ def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
 
 
 def leave_file(optimizer: Any) -> None:
-    """Give state that was just loaded memory of its own: it may be that of a file, which somebody may write again."""
+    """Copy loaded optimizer state out of a memory-mapped file, which may be overwritten later."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -54,7 +54,7 @@ def leave_file(optimizer: Any) -> None:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with copies of its tensors in host memory. What is one tensor under several names stays one."""
+    """Copy ``state`` with its tensors to host memory. A tensor under several names stays a single one."""
     copies: dict[Any, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -92,19 +92,19 @@ def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
 def load_model(
     engine: Engine | None, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a whole state dict, in which tied tensors may stand under one of their names only.
+    """Load a full state dict; it may list tied tensors under only one of their names.
 
     Args:
-        engine: what runs ``module``; ``None``: this rank has all of it.
-        module: takes the values.
+        engine: runs ``module``; ``None``: this rank has all of it.
+        module: receives the values.
         state: from a file.
-        strict: whether names must fit.
+        strict: whether names must match.
 
     Returns:
         Names that are missing in ``state``, and unexpected ones.
 
     Raises:
-        RuntimeError: names do not fit, or shapes do not.
+        RuntimeError: names or shapes do not match.
     """
     with in_plain_sight():
         own = module.state_dict(keep_vars=True)
@@ -117,7 +117,7 @@ def load_model(
 
 
 def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with every name of what it has under one name: files of safetensors leave the others out."""
+    """Add the missing names of tied tensors to ``state``: safetensors files keep only one of them."""
     full = OrderedDict(state)
     if hasattr(state, "_metadata"):
         full._metadata = state._metadata  # type: ignore[attr-defined]

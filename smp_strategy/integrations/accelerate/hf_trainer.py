@@ -1,25 +1,21 @@
-"""Hugging Face's Trainer, whose model is spread over ranks.
+"""Hugging Face's Trainer on a partitioned model: overridden methods of one Trainer and of its ``TrainingArguments``.
 
 ``transformers.Trainer`` trains and evaluates through an Accelerator that it makes itself, so nearly all of it works
-without knowing of stages. What does not is done by the methods below: files that the first process writes out of what
-it holds itself, and values that it reads from files into a whole model.
-
-They are put in front of ``transformers.Trainer`` for one Trainer only, by replacing the class of the object: behind
-the classes of the user, whose methods find ours where they call ``super()``, and before Transformers' own::
+unchanged. The methods below replace the rest: files that the first process would write from its own memory, and values
+that are read from files into a whole model. They are added to a single Trainer, by replacing the class of the object:
+behind the user's classes, whose ``super()`` calls reach them, and before Transformers' own::
 
     MyTrainer -> Seq2SeqTrainer -> SMPTrainer -> Trainer
 
-[Note: whose Accelerator] An Accelerator is told of its plugin only, never of the Trainer that makes it, and a Trainer
-offers nothing that is called in between with both of them at hand. So the plugin looks for a Trainer among the callers
-of the Accelerator's ``__init__``, rather than replace anything in a class that other Trainers use.
+[Note: whose Accelerator] An Accelerator gets its plugin only, never the Trainer that makes it, and a Trainer offers no
+callback in between that has both at hand. So the plugin looks for a Trainer among the callers of the Accelerator's
+``__init__``, rather than patch a class that other Trainers use.
 
-What Hugging Face's ``TrainingArguments`` say of processes, where several of them read the same samples.
-
-``TrainingArguments`` ask the process group for the world size and the rank, and the Trainer takes these for the number
-of processes that read samples of their own and for the number of this one: it counts batches by them, numbers the
-seeds of data workers and the files of random states. Where stages read alike, both have to be those of the replica,
-as they are for Accelerate. (For SageMaker's library Transformers itself has them so.) What is done once for all
-processes, saving and logging, is still done by the first of the world.
+``TrainingArguments`` take world size and rank from the process group, and the Trainer uses them as number and index of
+the processes that read samples: for counting batches, seeding data workers and naming files of random states. The
+stages of a pipeline read alike, so both are replaced by number and index of data ranks, as in Accelerate.
+(For SageMaker's library Transformers does this itself.) Saving and logging are still done by the first process of the
+world.
 """
 
 import copyreg
@@ -46,11 +42,11 @@ __all__ = ["SMPTrainer", "adopt", "count_replicas", "trainer_above"]
 
 
 class ReplicaArguments:
-    """Stands in front of the class of one ``TrainingArguments`` object.
+    """Mixin for the class of one ``TrainingArguments`` object, which counts data ranks.
 
     Attributes:
-        num_data_ranks, data_rank: processes that read samples of their own, and which of them this one reads with.
-        stock: the class before.
+        num_data_ranks, data_rank: number of data ranks, and index of the one whose samples this process reads.
+        stock: the original class.
     """
 
     num_data_ranks: int
@@ -59,17 +55,17 @@ class ReplicaArguments:
 
     @property
     def world_size(self) -> int:
-        """Processes that read samples of their own."""
+        """Number of processes that read samples of their own."""
         return self.num_data_ranks
 
     @property
     def process_index(self) -> int:
-        """Which of them this one is, or reads with."""
+        """Index of the process whose samples this one reads."""
         return self.data_rank
 
     @property
     def should_log(self) -> bool:
-        """Whether this is the one process (of its machine, if so asked) that logs."""
+        """Whether this is the one process (of the world, or of its machine with ``log_on_each_node``) that logs."""
         return self._is_first(everywhere=self.log_on_each_node)  # type: ignore[attr-defined]
 
     @property
@@ -79,12 +75,12 @@ class ReplicaArguments:
 
     @property
     def place_model_on_device(self) -> bool:
-        """The engine moves this rank's share, when it is known; the whole model may not fit."""
+        """False: the engine moves this rank's part, once it is known; the whole model may not fit."""
         return False
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the first process of the world, or of the machine, do something before the others."""
+        """Context that the first process of the world, or of the machine, runs before the others."""
         state = self.distributed_state  # type: ignore[attr-defined]
         with state.local_main_process_first() if local else state.main_process_first():
             yield
@@ -94,17 +90,17 @@ class ReplicaArguments:
         return state.is_local_main_process if everywhere else state.is_main_process
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Saved with the model and copied: both give plain arguments, which another Trainer may take.
+        # Pickled with the model, or copied: both yield plain arguments, which another Trainer may take.
         return copyreg._reconstructor, (self.stock, object, None), dict(vars(self))  # type: ignore[attr-defined]
 
 
 def count_replicas(args: Any, num_data_ranks: int, data_rank: int) -> None:
-    """Let ``args`` count processes that read samples of their own.
+    """Let ``args`` count data ranks.
 
     Args:
         args: ``TrainingArguments``.
-        num_data_ranks: how many there are.
-        data_rank: which of them this one is, or reads with.
+        num_data_ranks: number of data ranks.
+        data_rank: index of the data rank whose samples this process reads.
     """
     stock = getattr(type(args), "stock", type(args))
     names = {
@@ -122,37 +118,37 @@ TESTED = "5.23"
 
 
 class SMPTrainer(Trainer):
-    """What a Trainer does otherwise when its model is spread over ranks. See the module docstring."""
+    """Methods of a Trainer that differ if its model is partitioned."""
 
     # Processes
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of the world; the arguments count replicas."""
+        """Whether this is the first process of the world, since the arguments count data ranks."""
         return bool(self.accelerator.is_main_process)
 
     def store_flos(self) -> None:
-        """Add up what all processes have counted: those of a replica have counted the same."""
+        """Sum the operations of all processes, counting each replica once."""
         session = self.accelerator.smp
         self.current_flos *= session.num_data_ranks / session.shape.world_size
         super().store_flos()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train. The Trainer first lets go of what is prepared, and so meets a whole model. Collective."""
+        """Train. The Trainer releases prepared objects first, so the model must be whole before. Collective."""
         session = self.accelerator.smp
         if session.has_engine:
             session.engine.restore_everywhere()
         return super()._inner_training_loop(*args, **kwargs)
 
-    # Saving. The Trainer comes to these methods on all ranks.
+    # Saving. The Trainer calls these methods on all ranks.
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the whole model on the first process. Collective."""
+        """Write the full model on the first process. Collective."""
         if state_dict is None:
             state_dict = self.accelerator.get_written_state_dict(self.model)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's state as one process has it, on the first one. Collective."""
+        """Write the full optimizer state on the first process. Collective."""
         state = self.accelerator.get_optimizer_state_dict(self.optimizer)
         if self.args.should_save:
             _save_file(state, Path(output_dir, OPTIMIZER_NAME))
@@ -171,43 +167,43 @@ class SMPTrainer(Trainer):
     # Loading. All ranks read the files.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Take this rank's share of the optimizer's state."""
+        """Load this rank's shard of the optimizer state."""
         if checkpoint is None:
             return
         of_optimizer, of_scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
         if of_optimizer.is_file() and of_scheduler.is_file():
-            # Into host memory: on the device there may be room for a share only.
+            # Into host memory: the device may have room for a shard only.
             state = torch.load(of_optimizer, map_location="cpu", weights_only=True)
             self.accelerator.load_optimizer_state_dict(self.optimizer, state)
             scheduler: Any = self.lr_scheduler
             scheduler.load_state_dict(torch.load(of_scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Continue the random streams of the run that has saved ``checkpoint``, those of the engine, too."""
+        """Restore the random streams of the run that saved ``checkpoint``, including those of the engine."""
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and (ours := Path(checkpoint, OWN_FILE)).is_file():
             self.accelerator.load_own_state(load(ours))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights, of which this rank may have its share only, from an earlier run of this Trainer."""
+        """Load the weights of an earlier run of this Trainer; each rank takes its shard."""
         with self._names_known():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Load the weights that were best."""
+        """Load the best weights."""
         with self._names_known():
             super()._load_best_model()
 
     @contextmanager
     def _names_known(self) -> Iterator[None]:
-        """In here all ranks have a state dict: PEFT looks at its names and shapes before it loads an adapter."""
+        """Context in which all ranks have a state dict: PEFT reads names and shapes before it loads an adapter."""
         model: Any = self.model
         with ExitStack() as stack:
-            for calls in self.accelerator._smp_state_calls:
+            for calls in self.accelerator.smp.state_calls:
                 stack.enter_context(calls.collected(model.state_dict(keep_vars=True)))
             yield
 
-    # What cannot be served
+    # Unsupported
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: its backends let the first process of each replica decide."""
@@ -218,7 +214,7 @@ class SMPTrainer(Trainer):
 
 
 def trainer_above() -> Trainer | None:
-    """The Trainer in one of whose methods this is called, if there is one. See [Note: whose Accelerator]."""
+    """Return the Trainer whose method is calling, if any. See [Note: whose Accelerator]."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -229,14 +225,14 @@ def trainer_above() -> Trainer | None:
 
 
 def adopt(trainer: Trainer, session: Any) -> None:
-    """Let ``trainer`` know that its Accelerator spreads the model.
+    """Add :class:`SMPTrainer` and :class:`ReplicaArguments` to a Trainer.
 
     Args:
-        trainer: is making its Accelerator just now.
+        trainer: Trainer that is constructing its Accelerator.
         session: the :class:`~smp_strategy.integrations.accelerate.session.Session` of that Accelerator.
 
     Raises:
-        ConfigError: this version of Transformers lacks what we build on, or arguments cannot be served.
+        ConfigError: this version of Transformers lacks a method that is overridden, or arguments are unsupported.
     """
     _check_version()
     _check_arguments(trainer.args, session.config)
@@ -250,7 +246,7 @@ def adopt(trainer: Trainer, session: Any) -> None:
 
 
 def _check_version() -> None:
-    """Refuse a Trainer that does not have the methods that we replace; warn if it is one that is not tested."""
+    """Refuse a Trainer without the methods that are overridden; warn if the version is untested."""
     if transformers.__version__.startswith(f"{TESTED}."):
         return
     found = f"Transformers {transformers.__version__}, while smp_strategy is tested with {TESTED}"
@@ -278,7 +274,7 @@ def _is_alike(ours: Any, theirs: Any) -> bool:
 
 
 def _check_arguments(args: Any, config: SMPConfig) -> None:
-    """Refuse arguments that are about one whole model on a process, and options for checkpoints of other forms."""
+    """Refuse arguments that need a whole model on a process, and options for other checkpoint forms."""
     problems = []
     for name, value, default in (
         ("state_dict_type", config.state_dict_type, "full"),

@@ -1,19 +1,19 @@
-"""What is changed in Accelerate so that a layout can be chosen without code; each change is one function of it.
+"""Patches of Accelerate that let a configuration file or the environment choose a layout, without code.
 
-:mod:`smp_strategy._autoload` hands a module of Accelerate to :func:`patch` as soon as that module has been imported.
+:mod:`smp_strategy._autoload` passes a module of Accelerate to :func:`patch` as soon as that module has been imported.
 
 ======================== ===========================================================================================
-``Accelerator.__init__`` takes ``SMPPlugin()`` where ``ACCELERATE_USE_SMP`` is true and no other is given
+``Accelerator.__init__`` takes ``SMPPlugin()`` if ``ACCELERATE_USE_SMP`` is true and no other plugin is given
 ``ClusterConfig``        has one more field, ``smp_config``, which Accelerate would refuse as an unknown key
-``prepare_*_env``        give the processes of ``accelerate launch`` what that field says; on CPUs, start them
+``prepare_*_env``        pass that field to the processes of ``accelerate launch``; on CPUs, start them
 ======================== ===========================================================================================
 
-Where nothing is selected, every one of them does what Accelerate does. The launcher's functions are replaced in the
-modules that define them, before others import them by name, so that ``accelerate launch``, ``accelerate-launch`` and
-``python -m accelerate.commands.launch`` are alike.
+Without a selection each of them behaves as in Accelerate. The launcher's functions are replaced in the modules that
+define them, before others import them by name, so ``accelerate launch``, ``accelerate-launch`` and
+``python -m accelerate.commands.launch`` behave alike.
 
-Accelerate has a launcher of several processes for GPUs only (``torchrun``); for CPUs it needs MPI, and starts one
-process where it has none. So CPU processes are started by ``torchrun`` here, and told that they shall use the CPU.
+Accelerate launches several processes by ``torchrun`` for GPUs only; for CPUs it needs MPI, and without MPI it starts a
+single process. So CPU processes are started by ``torchrun`` here, and told to use the CPU.
 """
 
 import functools
@@ -53,7 +53,7 @@ TORCHRUN_SWITCHES = ("standalone", "module", "no_python")
 
 
 def patch(module: ModuleType) -> None:
-    """Change ``module``, one of those that :mod:`smp_strategy._autoload` names; a second time, do nothing."""
+    """Patch ``module``, one of those that :mod:`smp_strategy._autoload` names; a second call does nothing."""
     changes: dict[str, Callable[[Any], None]] = {
         "accelerate.accelerator": _patch_accelerator,
         "accelerate.utils.launch": _patch_preparation,
@@ -85,7 +85,7 @@ def _patch_accelerator(module: Any) -> None:
 
 
 def _plugin_beside(given: Any) -> Any:
-    """The plugin of a script that may have said otherwise, by ``given``."""
+    """Return the plugin, unless the script has ``given`` another ``parallelism_config``."""
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin
 
     if given is not None and not isinstance(given, SMPPlugin):
@@ -97,7 +97,7 @@ def _plugin_beside(given: Any) -> Any:
 
 
 def _check_served(accelerator: Any, given: Any) -> None:
-    # What all Accelerators of a process share is made with the first one, and Accelerate asks no later plugin.
+    # The first Accelerator creates the shared state of the process; Accelerate ignores plugins of later ones.
     plugins = sys.modules.get("smp_strategy.integrations.accelerate.plugin")
     if plugins is not None and isinstance(given, plugins.SMPPlugin) and not hasattr(accelerator, "smp"):
         raise ConfigError(
@@ -115,7 +115,7 @@ def _patch_config(module: Any) -> None:
     def __post_init__(self: Any) -> None:
         base.__post_init__(self)
         if self.smp_config is not False:
-            # No dict: the launcher would copy its items over arguments of its own.
+            # Not a dict: the launcher would copy its items over arguments of its own.
             self.smp_config = LaunchOptions(self.smp_config)
 
     def to_dict(self: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _patch_config(module: Any) -> None:
         chosen = fields.pop("smp_config", False)
         return fields if chosen is False else {**fields, "smp_config": chosen.node}
 
-    # `False` where the file says nothing: an empty `smp_config:` is a choice, too.
+    # `False` if the file has no such key: an empty `smp_config:` (None) selects smp_strategy, too.
     extended = make_dataclass(
         base.__name__,
         [("smp_config", Any, False)],
@@ -175,17 +175,17 @@ def _contradiction(what: str) -> ConfigError:
 
 
 def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a launch get besides the environment variables ``environ`` and those of Accelerate.
+    """Additional environment variables for the processes of a launch.
 
     Args:
-        args: the arguments of ``accelerate launch``, with the file's values filled in.
-        environ: the environment of the launcher.
+        args: arguments of ``accelerate launch``, with the values of the file filled in.
+        environ: environment of the launcher.
 
     Returns:
-        Nothing where smp_strategy is not selected.
+        Empty if smp_strategy is not selected.
 
     Raises:
-        ConfigError: the options, the number of processes or the kind of launch do not go together.
+        ConfigError: the options, the number of processes or the kind of launch contradict each other.
     """
     selection = _selection(args, environ)
     if selection is None:
@@ -207,7 +207,7 @@ def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def _selection(args: Namespace, environ: Mapping[str, str]) -> LaunchOptions | None:
-    """What the file selects; an empty selection where the environment alone does; ``None`` where neither does."""
+    """Options of the file; empty options if only the environment selects smp_strategy; ``None`` if neither does."""
     said, in_file = is_selected(environ), getattr(args, "smp_config", None)
     if said is False or (not said and not isinstance(in_file, LaunchOptions)):
         return None
@@ -215,7 +215,7 @@ def _selection(args: Namespace, environ: Mapping[str, str]) -> LaunchOptions | N
 
 
 def torchrun_command(args: Namespace) -> list[str]:
-    """The command that starts the processes; ``args`` as ``prepare_multi_gpu_env`` leaves them."""
+    """Command that starts the processes; ``args`` as ``prepare_multi_gpu_env`` leaves them."""
     given = {name: getattr(args, name, None) for name in TORCHRUN_OPTIONS}
     switches = [f"--{name}" for name in TORCHRUN_SWITCHES if getattr(args, name, False)]
     options = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]

@@ -1,9 +1,9 @@
-"""A layout on its way from a launcher to its processes: options in a file become environment variables.
+"""Options of a launch: the section ``smp_config`` of a file becomes environment variables of the processes.
 
-``accelerate launch`` starts the processes and knows how many there are; the Accelerator is made in each of them, by a
-script that says nothing of a layout. Environment variables are the way between them that Accelerate itself takes.
-Here they are written, and everything is checked that can be before a process is started: names, values, and whether
-the degrees fit the number of processes. What the shell sets wins over the file.
+``accelerate launch`` starts the processes and knows their number; the Accelerator is made in each of them, by a script
+that does not mention a layout. Accelerate itself passes its options by environment variables, so we do the same.
+Everything that can be checked before a process starts is checked here: names, values, and whether the degrees fit the
+number of processes. Variables of the shell take precedence over the file.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 
 def is_selected(environ: Mapping[str, str]) -> bool | None:
-    """What ``ACCELERATE_USE_SMP`` says; ``None`` where it says nothing.
+    """Value of ``ACCELERATE_USE_SMP``; ``None`` if it is not set.
 
     Raises:
         ConfigError: it is neither true nor false.
@@ -37,17 +37,17 @@ def is_selected(environ: Mapping[str, str]) -> bool | None:
 
 @final
 class LaunchOptions:
-    """What stands under ``smp_config`` in a file that ``accelerate launch`` reads.
+    """Content of ``smp_config`` in a file that ``accelerate launch`` reads.
 
     Args:
-        node: a recipe such as ``pp2_sdp2``, or options by their names, beside which the key ``recipe`` may give one;
-            ``None`` or ``True`` where the script or the environment gives the options. ``False`` is not for here.
+        node: a recipe such as ``pp2_sdp2``, or options by their names, with an optional key ``recipe``; ``None`` or
+            ``True`` if the script or the environment gives the options. ``False`` is not allowed.
 
     Attributes:
-        node: the same.
+        node: as given.
 
     Raises:
-        ConfigError: unknown names (with the nearest known one), a recipe that is none, or values that cannot be
+        ConfigError: an unknown name (with the nearest known one), an invalid recipe, or a value that cannot be
             written as text.
     """
 
@@ -73,7 +73,7 @@ class LaunchOptions:
             raise ConfigError([f"In `smp_config`: {problem}" for problem in problems])
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables for processes that inherit ``environ``; an option that is set there is left as it is."""
+        """Variables for processes that inherit ``environ``; options that are set there are left out."""
         given = {canonical(name.removeprefix(ENV_PREFIX).lower()) for name in environ if name.startswith(ENV_PREFIX)}
         added = {SELECTED: "true"}
         if environ.get(RECIPE):
@@ -87,7 +87,7 @@ class LaunchOptions:
 
 
 def _text_of(name: str, value: Any, problems: list[str]) -> str:
-    """The text that stands for ``value`` in an environment variable."""
+    """Text of ``value`` in an environment variable."""
     text = as_text(value)
     if name in DOOR_OPTIONS:
         return text
@@ -106,15 +106,15 @@ def _text_of(name: str, value: Any, problems: list[str]) -> str:
 
 
 def check_processes(environ: Mapping[str, str], num_processes: int, num_machines: int = 1) -> None:
-    """Refuse what could not be trained, before any process is started.
+    """Refuse an invalid launch before any process is started.
 
     Args:
         environ: all variables of the processes.
-        num_processes: how many there will be, on all machines together.
-        num_machines: over how many machines they are spread evenly.
+        num_processes: number of processes on all machines together.
+        num_machines: number of machines, with equally many processes each.
 
     Raises:
-        ConfigError: options that are wrong or contradict each other, or that do not fit the number of processes.
+        ConfigError: options are wrong, contradict each other, or do not fit the number of processes.
     """
     config = SMPConfig.from_variables(environ)
     if num_processes % num_machines:

@@ -1,23 +1,20 @@
-"""Calls of the model: what the script does with a whole batch, the engine does with microbatches.
+"""Calls of the prepared model: the script passes a whole batch, and the engine runs it in microbatches.
 
 ``forward`` is replaced on the instance, so the model keeps its class, its attributes and its hooks, which see whole
-batches. What a call becomes depends on what the script can do with its result:
+batches. The mode of a call depends on the possible uses of its result:
 
 - without gradients: a forward of all microbatches;
-- with a loss in the result: forward and backward of the microbatches in the order of the schedule, and the loss hands
-  the gradients over when the script calls backward;
-- with gradients otherwise: a forward of all microbatches that keeps what backward needs, which runs when the script
-  calls backward with whatever it has made of the result.
+- with a loss in the result: forward and backward of the microbatches in the order of the schedule; the loss hands over
+  the gradients when the script calls backward;
+- with gradients otherwise: a forward of all microbatches that keeps their activations; backward runs when the script
+  calls it on any function of the result.
 
-Which of these it is can be seen in what the model returns for one microbatch in a dry run, once for each way in which
-the script calls it.
+A dry run of one microbatch, once for each way in which the script calls the model, tells the mode by the result.
 
-What a training step is told about the backward that will follow it.
-
-A call of the model computes gradients, and the script says later what they are multiplied by, what they are added to
-and whether they are the last before an optimizer's step. Right guesses give the additions of one process, in number
-and order; wrong ones give the same sums, rounded otherwise. Scripts do the same again and again, so what was found to
-be true of one call is the guess for the next.
+[Note: predicted backward] A call of the model computes gradients, but the script says only later by which factor they
+are scaled, whether they are accumulated, and whether they are the last before an optimizer step. Right predictions give
+the additions of a single process, in number and order; wrong ones give the same sums with other rounding. Scripts
+repeat themselves, so the observed values of one call are the prediction for the next.
 """
 
 import functools
@@ -31,11 +28,11 @@ from torch import Tensor, nn
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
-from smp_strategy.integrations.accelerate.model_methods import Methods
+from smp_strategy.integrations.accelerate.model_methods import ModelMethods
 from smp_strategy.integrations.accelerate.model_outputs import (
+    InputGradients,
     OwnSamples,
     Packed,
-    Ready,
     gradients_come_later,
     is_differentiable,
     loss_in,
@@ -51,12 +48,12 @@ __all__ = ["CallOptions", "BackwardPrediction", "ModelCalls"]
 
 @final
 class BackwardPrediction:
-    """See the module docstring.
+    """Prediction of factor, accumulation and reduction of the next backward. See [Note: predicted backward].
 
     Args:
-        scale: what losses are multiplied by beside what the script does (float16).
-        window: calls whose gradients are probably added up; the first guess for what losses are divided by.
-        syncs: whether the script says that this call's gradients are the last ones.
+        scale: loss scale that is applied beside the script's own factors (float16).
+        window: number of calls whose gradients are probably accumulated; the first guess for the divisor of losses.
+        syncs: whether the script marks this call's gradients as the last of the window.
     """
 
     def __init__(self, scale: Callable[[], float], window: Callable[[], int], syncs: Callable[[], bool]) -> None:
@@ -67,12 +64,12 @@ class BackwardPrediction:
         self._zeroes_between = False
 
     def factor(self) -> float:
-        """What the loss will be multiplied by before its backward."""
+        """Predicted factor of the loss in its backward."""
         window = self._window()
         return self._scale() * self._seen.get(window, 1 / window)
 
     def continues(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether gradients will be added to those that there are."""
+        """Whether gradients will be added to existing ones."""
         return not self._zeroes_between and _have_gradients(parameters)
 
     def reduces(self) -> bool:
@@ -80,12 +77,12 @@ class BackwardPrediction:
         return self._syncs()
 
     def learn(self, grad_output: Tensor, factor: float, parameters: Sequence[nn.Parameter], *, had: bool) -> None:
-        """Backward has come.
+        """Record an actual backward.
 
         Args:
-            grad_output: what the loss was multiplied by.
-            factor: the guess for it.
-            parameters: as they are just before gradients are added to them.
+            grad_output: actual factor of the loss.
+            factor: the predicted factor.
+            parameters: parameters, just before gradients are added to them.
             had: whether they had gradients when the model was called.
         """
         given = grad_output.item()
@@ -99,7 +96,7 @@ def _have_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
 
 
-# Methods of models that call the model again and again, and what it has kept from call to call stays inside.
+# Methods that call the model repeatedly; caches between these calls stay inside the step.
 _WHOLE = ("generate",)
 _OUTSIDE = (
     "Set `loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of what the "
@@ -108,41 +105,42 @@ _OUTSIDE = (
 
 
 class ModelCall(NamedTuple):
-    """What the model is called with. Containers, so that two arguments are not taken for two samples."""
+    """Arguments of a call of the model, in containers, so that two arguments are not taken for two samples."""
 
     args: dict[int, Any]
-    """By position."""
+    """Positional arguments."""
     kwargs: dict[str, Any]
-    """By name."""
+    """Keyword arguments."""
 
 
 class CallOptions(NamedTuple):
-    """See :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`."""
+    """Options about losses, see :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`."""
 
     loss_in_model: str | bool = "auto"
     loss_reduction: str = "mean"
     training_outputs: str = "all"
 
 
-class _Look(NamedTuple):
-    """What the model returns when it is called in one way."""
+class _ResultKind(NamedTuple):
+    """Properties of the result of one kind of call."""
 
     has_loss: bool
-    """And gradients flow through it."""
+    """Whether there is a loss with gradients."""
     is_differentiable: bool
+    """Whether any result has gradients."""
 
 
 @final
 class ModelCalls:
-    """See the module docstring.
+    """Replacement of ``forward``, ``generate`` and public methods of the prepared model.
 
     Args:
-        model: is called.
+        model: the prepared model.
         engine: runs it.
-        options: of the user.
-        guesses: about the backward that follows a call.
-        check: is called before each call of the model; whether it is one of training.
-        own_forward: that ``model`` had on the instance before it was prepared, if any.
+        options: the user's options.
+        prediction: predicts the backward that follows a call.
+        check: called before each call of the model, with whether it is a training call.
+        own_forward: instance attribute ``forward`` of ``model`` before it was prepared, if any.
     """
 
     def __init__(
@@ -150,42 +148,42 @@ class ModelCalls:
         model: nn.Module,
         engine: Engine,
         options: CallOptions,
-        guesses: BackwardPrediction,
+        prediction: BackwardPrediction,
         check: Callable[[bool], None],
         own_forward: Callable[..., Any] | None,
     ) -> None:
         self.model = model
         self._engine = engine
         self._options = options
-        self._guesses = guesses
+        self._prediction = prediction
         self._check = check
         self._inner: Callable[..., Any] = model.forward
-        # What the next step calls, and whether it may be expected to have gradients.
+        # Callable of the next step, and whether its result may have gradients.
         self._called, self._has_gradients = self._inner, True
-        self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
+        self._methods = ModelMethods(model, engine, self._call_method, lambda: self._is_inside)
         self._own_forward = own_forward
-        self._stand_ins = Patches()
+        self._patches = Patches()
         self._is_inside = False
         self._name = "forward"
-        # Ways to call the model, each with its number and what it returns.
+        # Kinds of calls, with a number each, and the properties of their results.
         self._kinds: dict[Any, int] = {}
-        self._looks: dict[Any, _Look] = {}
+        self._result_kinds: dict[Any, _ResultKind] = {}
 
     # On the instance
 
     def install(self) -> None:
-        """Let calls of the model come here."""
-        self._stand_ins.replace(self.model, self._call)
+        """Replace the methods of the model."""
+        self._patches.replace(self.model, self._call)
         for name in _WHOLE:
             if callable(getattr(self.model, name, None)):
                 method = functools.partial(self._run_whole, getattr(self.model, name))
-                self._stand_ins.replace(self.model, method, name)
+                self._patches.replace(self.model, method, name)
         if self._engine.mesh.shape.world_size > 1:
-            self._methods.install(self._stand_ins)
+            self._methods.install(self._patches)
 
     def remove(self) -> None:
-        """Let calls reach the model directly again."""
-        self._stand_ins.give_back()
+        """Restore the methods of the model."""
+        self._patches.give_back()
         vars(self.model).pop("forward", None)  # with autocast around it
         if self._own_forward is not None:
             vars(self.model)["forward"] = self._own_forward
@@ -193,6 +191,7 @@ class ModelCalls:
     # Calls
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside a step this is the engine calling the model for one microbatch.
         if self._is_inside:
             return self._inner(*args, **kwargs)
         call = ModelCall(dict(enumerate(args)), kwargs)
@@ -201,13 +200,13 @@ class ModelCalls:
             return self._evaluate(call)
         way = self._way_of(call)
         inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
-        look = self._look(inputs, way)
-        if look.has_loss and self.model.training and self._options.loss_in_model is not False:
+        kind = self._find_kind(inputs, way)
+        if kind.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(inputs)
-        return self._forward(inputs) if look.is_differentiable else self._evaluate(inputs.call)
+        return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
-        """A method that calls parts of the model, the first of them perhaps ``with_gradients``."""
+        """Run a method that calls parts of the model; ``with_gradients``: whether its first unit had gradients."""
         self._called, self._name, self._has_gradients = method, name, with_gradients
         try:
             return self._call(*call[0], **call[1])
@@ -216,7 +215,7 @@ class ModelCalls:
 
     def _evaluate(self, call: Any) -> Any:
         if self._called is not self._inner and self._own_samples is None:
-            # It may return anything, of all samples: an accuracy, say.
+            # The result may belong to all samples together, such as an accuracy.
             return self._run_whole(self._called, *call.args.values(), **call.kwargs)
         number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
@@ -226,8 +225,8 @@ class ModelCalls:
 
     def _train(self, inputs: ModelInputs) -> Any:
         call = inputs.call
-        guesses, parameters = self._guesses, self._engine.share.parameters
-        factor = guesses.factor()
+        prediction, parameters = self._prediction, self._engine.share.parameters
+        factor = prediction.factor()
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             result = self._engine.train_step(
@@ -235,8 +234,8 @@ class ModelCalls:
                 call,
                 loss_of=_loss_of,
                 factor=factor,
-                continues=guesses.continues(parameters),
-                reduces=guesses.reduces(),
+                continues=prediction.continues(parameters),
+                reduces=prediction.reduces(),
                 sums=self._options.loss_reduction == "sum",
             )
         if result.loss is None:
@@ -245,10 +244,10 @@ class ModelCalls:
             )
 
         def commit(grad_output: Tensor) -> None:
-            guesses.learn(grad_output, factor, parameters, had=had)
+            prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        ready = Ready(inputs.tensors, inputs.gradients(), factor) if inputs else None
+        ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
         merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
 
@@ -261,7 +260,7 @@ class ModelCalls:
 
     @property
     def _own_samples(self) -> OwnSamples | None:
-        """Where each of the ranks that split layers has read samples of its own."""
+        """Selector of this rank's samples, if the ranks of a tensor-parallel group read samples of their own."""
         is_joint = self._engine.config.prescaled_batch or self._engine.mesh.tp == 1
         return None if is_joint else OwnSamples(self._engine.mesh)
 
@@ -273,7 +272,7 @@ class ModelCalls:
         return find_samples(call, self._engine.known())
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method that calls the model many times, as one step with one microbatch."""
+        """Run a method that calls the model many times, as one step with a single microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
@@ -290,11 +289,11 @@ class ModelCalls:
             raise
         return result.outputs[0]
 
-    def _look(self, inputs: ModelInputs, way: Any) -> _Look:
-        """What the model returns for ``inputs``; all ranks come here for the same calls."""
-        if way in self._looks:
-            return self._looks[way]
-        found: list[_Look] = []
+    def _find_kind(self, inputs: ModelInputs, way: Any) -> _ResultKind:
+        """Find the properties of the result for ``inputs`` by a dry run; all ranks come here for the same calls."""
+        if way in self._result_kinds:
+            return self._result_kinds[way]
+        found: list[_ResultKind] = []
 
         def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
             step = self._step(around, inputs.call, inputs)
@@ -302,25 +301,25 @@ class ModelCalls:
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
                 loss = loss_in(packed.result)
-                found.append(_Look(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                found.append(_ResultKind(loss is not None and loss.requires_grad, is_differentiable(packed)))
                 return packed
 
             return looked_at
 
         with self._inside() as around:
-            for _ in range(2):  # the first one may be without a look: where the partition is known, say
+            for _ in range(2):  # the first one may skip the dry run, for instance if the partition is given
                 if not found:
                     self._engine.look(step_with(around), inputs.call, loss_of=_loss_of)
         if not found:
-            # It looks at values, which a dry run does not have.
+            # The model reads values, which a dry run does not have.
             trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
             trains = trains and self._has_gradients
-            return _Look(has_loss=trains, is_differentiable=trains)
-        self._looks[way] = found[-1]
+            return _ResultKind(has_loss=trains, is_differentiable=trains)
+        self._result_kinds[way] = found[-1]
         return found[-1]
 
     def _way_of(self, call: Any) -> Any:
-        """What calls have in common that take the same path, and return the same kind of result."""
+        """Key of calls that take the same path and return the same kind of result."""
         args, kwargs = call.args.values(), call.kwargs
         named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -343,11 +342,11 @@ class ModelCalls:
 
     @contextmanager
     def _inside(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """A step runs in here; gives what is put around the model in it.
+        """Context of a step; yields a wrapper for the calls of the model in it.
 
-        Autocast of the script is for forward: around the whole step it would reach the backward passes.
+        Autocast of the script applies to forward only: around the whole step it would reach the backward passes.
         """
-        kind = self._engine.device.type  # parameters may be without memory
+        kind = self._engine.device.type  # not that of parameters, which may be on the meta device
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cache = torch.is_autocast_cache_enabled()
 

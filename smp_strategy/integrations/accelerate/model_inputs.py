@@ -1,18 +1,16 @@
-"""Gradients with respect to what the model is called with: an image that a generator has made, embeddings, a prompt.
+"""Model inputs that need special treatment per microbatch: differentiable inputs and ``num_items_in_batch``.
 
-To the engine a batch is data. So each microbatch gets its part of such an input as a tensor of its own, where the
-gradient ends. A stage computes the gradients of those uses that it runs; together they are the gradient of the input,
-with which backward goes on in the script.
+Differentiable inputs, such as an image from a generator, embeddings or a prompt: to the engine a batch is data. So each
+microbatch gets its part of such an input as a leaf tensor. Each stage computes the gradients of the uses that it runs;
+their sum is the gradient of the input, with which backward continues in the script.
 
-``num_items_in_batch``, for a microbatch.
+``num_items_in_batch``: models of Transformers take the number of labels in all batches of an optimizer step, so that
+the loss of each batch can be a sum divided by that number, and the losses of several batches add up. But most models
+take any keyword argument, pass this one on, and average over their own labels. The two kinds look alike from outside.
 
-Models of Transformers take the number of labels in all that an optimizer's step sees, so that the loss of each batch
-can be a sum over it divided by that number, and the losses of several batches add up. But most of them take any keyword
-argument, pass this one on, and average over what they are given. From outside it cannot be told which they do.
-
-So a microbatch gets its share of the number, by its samples, and losses are averaged over the samples as ever. With
-``S_i`` the sum over microbatch ``i``, ``w_i`` its part of the samples and ``N`` the number, that is for the first kind
-``sum(w_i * S_i / (w_i * N)) = S / N``, exactly where ``w_i`` is a power of two, and for the second kind what it is for
+So a microbatch gets its share of the number, by its samples, and losses are averaged over the samples as usual. With
+``S_i`` the sum over microbatch ``i``, ``w_i`` its share of the samples and ``N`` the number, the first kind gives
+``sum(w_i * S_i / (w_i * N)) = S / N``, exactly where ``w_i`` is a power of two, and the second kind gives the result of
 all other models.
 """
 
@@ -33,20 +31,20 @@ __all__ = ["ModelInputs", "NAME", "with_share_of_items"]
 
 @final
 class ModelInputs:
-    """Those of one call through which gradients flow on.
+    """Differentiable inputs of one call.
 
     Args:
         call: arguments of the model.
-        samples: of it.
-        mesh: where the ranks stand.
-        reads_alone: whether each of the ranks that split layers reads samples of its own.
+        samples: location of the samples in them.
+        mesh: process mesh.
+        reads_alone: whether each rank of a tensor-parallel group reads samples of its own.
 
     Attributes:
-        call: the same without a history.
-        tensors: through which gradients flow.
+        call: the arguments, detached.
+        tensors: the differentiable inputs.
 
     Raises:
-        UnsupportedError: they could not be told what their gradients are.
+        UnsupportedError: such an input could not get its gradient.
     """
 
     def __init__(self, call: Any, samples: Samples, mesh: ProcessMesh, *, reads_alone: bool) -> None:
@@ -80,7 +78,7 @@ class ModelInputs:
         return whole
 
     def begin(self, microbatch: Any) -> Any:
-        """``microbatch`` of :attr:`call`, or a copy of it, with tensors for which there will be gradients."""
+        """Copy ``microbatch``, a part of :attr:`call`, with leaf tensors that collect gradients."""
         if not self or not torch.is_grad_enabled():
             return microbatch
 
@@ -96,7 +94,7 @@ class ModelInputs:
         return visited(microbatch, self._lists, visit)
 
     def gradients(self) -> list[Tensor]:
-        """Of :attr:`tensors`, after a backward. Collective over the stages."""
+        """Gradients of :attr:`tensors`, after a backward. Collective over the stages."""
         totals = {id(whole): torch.zeros_like(whole) for whole in self._wholes.values()}
         for whole, part, start in self._parts:
             if start.grad is not None:
@@ -114,7 +112,7 @@ def _needs_gradient(leaf: Any) -> bool:
 
 
 def _rows(total: Tensor, whole: Tensor, part: Tensor) -> Tensor:
-    """Those of ``total``, which looks like ``whole``, that are about ``part``."""
+    """Rows of ``total``, which has the layout of ``whole``, that belong to ``part``."""
     if part.shape == whole.shape:
         return total
     start = (part.storage_offset() - whole.storage_offset()) // whole.stride(0)
@@ -125,12 +123,12 @@ NAME = "num_items_in_batch"
 
 
 def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, samples: Samples) -> Mapping[str, Any]:
-    """``kwargs`` of a call for ``microbatch``, with its share of the number of items, if they name one.
+    """Scale the number of items in ``kwargs``, if given, to the share of ``microbatch``.
 
     Args:
         kwargs: keyword arguments of the model.
-        microbatch: what it is called with, cut out of what one or more ranks have read.
-        samples: of the call, with what this rank has read.
+        microbatch: its arguments, a part of the samples of one or more ranks.
+        samples: samples of the call on this rank.
     """
     items = kwargs.get(NAME)
     if items is None:

@@ -1,11 +1,11 @@
-"""Parts of the model that are called without the model: ``model.compute_loss(batch)``, ``model.encoder(x)``.
+"""Public methods of the model that call its units: ``model.compute_loss(batch)``, ``model.encoder(x)``.
 
-A public method that calls units becomes a step of its own, as a call of the model is. Which methods do so shows when
-they are called first: they are left at their first unit, what they have done to the model is undone, and they begin
-again as a step. All other methods do what they always do.
+A public method that calls units becomes a step of its own, like a call of the model. The first call detects this by a
+probe: the method is aborted at its first unit, its changes to the model are undone, and it starts again as a step. All
+other methods run as usual.
 
-What remains are modules that the script calls by themselves. A rank may have values of them and compute with them, but
-their gradients would be its own, which no other rank gets to know of: backward through them is refused.
+Submodules that the script calls directly remain. A rank may have their values and compute with them, but no other rank
+would learn of the gradients: backward through them is refused.
 """
 
 import types
@@ -25,11 +25,11 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_restored
 
-__all__ = ["Methods"]
+__all__ = ["ModelMethods"]
 
 
 class _StepNeededError(BaseException):
-    """Not for code of the user, which may catch any other one."""
+    """Aborts a probed method at its first unit. A ``BaseException``, since user code may catch all others."""
 
     def __init__(self, with_gradients: bool) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class _StepNeededError(BaseException):
 
 
 @final
-class Methods:
-    """See the module docstring.
+class ModelMethods:
+    """Replacement of public methods of the model.
 
     Args:
-        model: has them.
-        engine: runs it.
-        run: a step, given the name of the method, itself, its arguments, and whether its first unit has gradients.
-        is_inside: whether a step runs just now, or something else that knows what it does.
+        model: has the methods.
+        engine: runs the model.
+        run: runs a step, given name and callable of the method, its arguments, and the grad mode of its first unit.
+        is_inside: whether a step is running, or other code that may call units.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Methods:
         self._engine = engine
         self._run = run
         self._is_inside = is_inside
-        # The methods that are known to call units, called with gradients or without, and whether their first unit had.
+        # Methods known to call units, by name and grad mode; value: whether gradients were enabled at the first unit.
         self._steps: dict[tuple[str, bool], bool] = {}
         self._is_probing = False
 
-    def install(self, stand_ins: Patches) -> None:
-        """Let calls of public methods come here."""
+    def install(self, patches: Patches) -> None:
+        """Replace the public methods."""
         for name in _public_methods(type(self._model)):
             if name not in vars(self._model):
-                stand_ins.replace(self._model, partial(self._call, name, getattr(self._model, name)), name)
+                patches.replace(self._model, partial(self._call, name, getattr(self._model, name)), name)
         self._engine.watch_calls_outside(self._outside)
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class Methods:
 
     @contextmanager
     def _probing(self, method: Callable[..., Any]) -> Iterator[None]:
-        """Where a method is left, nothing of what it has done remains."""
+        """Context of a probe; undoes all changes if the method is aborted."""
         generators = generators_of(self._engine.device)
         state = capture(generators, python=False, numpy=False)
         self._is_probing = True
@@ -130,7 +130,7 @@ def _alone(unit: str, what: str) -> UnsupportedError:
 
 
 def _public_methods(kind: type) -> list[str]:
-    """Of the user's classes, in no order that matters, but the same on all ranks."""
+    """Names of public methods of the user's classes, in the same order on all ranks."""
     own = [each for each in kind.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")]
     found = {name: value for each in reversed(own) for name, value in vars(each).items()}
     functions = [name for name, value in found.items() if isinstance(value, types.FunctionType)]

@@ -1,18 +1,15 @@
-"""What a call of the model returns: one result of those of the microbatches, with the history that it would have.
+"""Results of model calls: merge those of the microbatches and connect them to the script's autograd graph.
 
-The microbatches' results are real on every rank, but detached. Here they are hung on the graph of the script again,
-each by one node: the node of a loss hands gradients over that exist already; the nodes of other results that came with
-it refuse, because their backward is over; and where backward is still to come, one node takes the gradients of all
-results of all microbatches. Results are merged by ordinary operations on top of that.
+The results of microbatches are real on every rank, but detached. Custom autograd nodes connect them to the graph of the
+script: the node of a loss hands over gradients that exist already; the nodes of other results beside a loss refuse,
+because their backward is over; and if backward is still to come, one node collects the gradients of all results of all
+microbatches. Results are then merged by ordinary differentiable operations.
 
-Ranks that split layers between them and read samples of their own (``prescaled_batch=False``).
-
-A call of the model computes the samples of all of them. To the script each is a process of its own, with its own batch
-and its own loss of what the model returns for that. So each gets back its own samples; and where it computes the loss
-itself, gradients with respect to all samples are those of all ranks' losses, averaged as gradients of replicas are.
-
-A loss that the model computes is the mean over the samples of all of them, on each: what the mean over the processes
-would be.
+With ``prescaled_batch=False`` the ranks of a tensor-parallel group read samples of their own, but a call of the model
+computes the samples of all of them. To the script each rank is a separate process, with its own batch and its own loss
+of the results. So each rank gets back the results of its own samples; and if the script computes the loss, gradients
+with respect to all samples are those of all ranks' losses, averaged like gradients of replicas. A loss that the model
+computes is the mean over the samples of the whole group, on each rank: the mean over the processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +31,10 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.join_results import merge
 
 __all__ = [
-    "LeftBehind",
+    "OmittedResult",
     "OwnSamples",
     "Packed",
-    "Ready",
+    "InputGradients",
     "gradients_come_later",
     "is_differentiable",
     "loss_in",
@@ -47,21 +44,21 @@ __all__ = [
 
 
 class Packed(NamedTuple):
-    """What the model has returned for a microbatch, as it travels to all ranks."""
+    """Result of the model for a microbatch, in the form that is sent to all ranks."""
 
     result: Any
-    """Without objects that cannot travel."""
+    """The result, with placeholders for objects that cannot be sent."""
     places: tuple[int, ...]
-    """Of those leaves of ``result`` that are tensors through which gradients flow."""
+    """Indices of the differentiable leaves of ``result``."""
 
 
 @final
-class LeftBehind:
-    """In the place of a result that stays with the stages.
+class OmittedResult:
+    """Placeholder for a result that stays with the stages; any use raises.
 
     Args:
-        what: it is.
-        remedy: how to get it.
+        what: description of the result.
+        remedy: advice how to get it.
     """
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -69,7 +66,7 @@ class LeftBehind:
         self._remedy = remedy
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeftBehind) and vars(other) == vars(self)
+        return isinstance(other, OmittedResult) and vars(other) == vars(self)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -77,13 +74,13 @@ class LeftBehind:
         return f"<{self._what}, left behind>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by code that only wants to know what this is
+        if name.startswith("__"):  # introspection
             raise AttributeError(name)
         raise UnsupportedError(f"{self._what} stays with the stages that have made it. {self._remedy}")
 
 
 def loss_in(result: Any) -> Tensor | None:
-    """The loss that a model has returned: under the name ``loss``, as the first item of a tuple, or by itself."""
+    """Find the loss, a float scalar: item or attribute ``loss``, the first item of a tuple, or the result itself."""
     if isinstance(result, Mapping):
         found = result.get("loss")
     elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
@@ -94,7 +91,7 @@ def loss_in(result: Any) -> Tensor | None:
 
 
 def pack(result: Any, *, only_loss: bool = False) -> Packed:
-    """``result`` of a microbatch, ready to travel; its tensors may be placed on other stages."""
+    """Prepare the result of a microbatch for sending; its tensors may be placed on other stages."""
     leaves, structure = flatten(result)
     loss = loss_in(result)
     carried = [_carried(leaf, only_loss=only_loss and leaf is not loss) for leaf in leaves]
@@ -107,11 +104,11 @@ def _carried(leaf: Any, *, only_loss: bool) -> Any:
         if not only_loss:
             return leaf
         remedy = "Set `training_outputs=all` in SMPPlugin to get it on every rank."
-        return LeftBehind("With `training_outputs=loss` all that the model returns beside its loss", remedy)
+        return OmittedResult("With `training_outputs=loss` all that the model returns beside its loss", remedy)
     if _holds_tensors(leaf, depth=5):
         name = type(leaf).__name__
         remedy = "Call `model.generate`, which uses it, or keep the model from making it (`use_cache=False`)."
-        return LeftBehind(f"The {name} that the model returns", remedy)
+        return OmittedResult(f"The {name} that the model returns", remedy)
     return leaf
 
 
@@ -128,18 +125,18 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_differentiable(packed: Packed) -> bool:
-    """Whether gradients flow through anything that the model has returned."""
+    """Whether any tensor of the result has gradients."""
     return bool(packed.places)
 
 
-class Ready(NamedTuple):
-    """Gradients that there are before anybody asks for them."""
+class InputGradients(NamedTuple):
+    """Gradients of inputs, computed before the script calls backward."""
 
     of: Sequence[Tensor]
-    """What the model was called with."""
+    """Differentiable inputs of the model."""
     gradients: Sequence[Tensor]
     factor: float
-    """What the loss was multiplied by."""
+    """Factor of the loss in these gradients."""
 
 
 def with_loss(
@@ -149,21 +146,21 @@ def with_loss(
     commit: Callable[[Tensor], None],
     *,
     remedy: str,
-    inputs: Ready | None = None,
+    inputs: InputGradients | None = None,
 ) -> Any:
-    """The merged result of a step whose backward has run; the loss in it hands the gradients over.
+    """Merge the results of a step whose backward has run; the loss in them hands over the gradients.
 
     Args:
-        outputs: of each microbatch.
-        sizes: samples in each.
-        loss: over all of them.
+        outputs: result of each microbatch.
+        sizes: number of samples in each.
+        loss: loss over all of them.
         commit: adds gradients times the given number to ``.grad``.
-        remedy: for those who want gradients of other results.
-        inputs: with which backward goes on.
+        remedy: advice in the error about gradients of other results.
+        inputs: gradients of differentiable inputs.
     """
 
     def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
-        refused: Sequence[Tensor] = _Ended.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
+        refused: Sequence[Tensor] = _RefuseBackward.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
         return refused
 
     ended = [_on_graph(packed, refuse) for packed in outputs]
@@ -172,22 +169,22 @@ def with_loss(
     place = loss_in(merged)
     handed = loss_that_commits(loss, _once(commit))
     if inputs is not None:
-        handed = _GoesOn.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
+        handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
 def gradients_come_later(
     step: ForwardStep, inputs: ModelInputs, combine: Callable[[Tensor], Tensor] | None = None
 ) -> Any:
-    """The merged result of a step whose backward runs when gradients come.
+    """Merge the results of a step whose backward runs when the script calls it.
 
     Args:
         step: has run forward.
-        inputs: with which backward goes on.
-        combine: makes the gradients of a result out of those that the ranks of a replica have, if they differ.
+        inputs: differentiable inputs.
+        combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
-    # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
+    # `places` index the leaves of the whole `Packed`, whose first part is the result.
     leaves = [flatten(packed)[0] for packed in step.outputs]
     found = [leaves[number][place] for number, place in places]
 
@@ -199,7 +196,7 @@ def gradients_come_later(
         return inputs.gradients() if inputs else []
 
     anchor = _anchor(found)
-    later = iter(_Later.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
+    later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
     return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 
@@ -216,7 +213,7 @@ def _anchor(like: Sequence[Tensor]) -> Tensor:
 
 
 def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``act``, which refuses to be called again: gradients exist once."""
+    """Wrap ``act`` to refuse a second call, because gradients are handed over once."""
     calls = 0
 
     def once(given: Any) -> None:
@@ -233,7 +230,9 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     return once
 
 
-class _Ended(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
+    """Identity whose backward raises: backward of this call has run already, for its loss only."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
         ctx.remedy = remedy
@@ -247,7 +246,9 @@ class _Ended(torch.autograd.Function):
         )
 
 
-class _GoesOn(torch.autograd.Function):
+class _ContinueIntoInputs(torch.autograd.Function):
+    """Identity of the loss; backward hands existing gradients to the differentiable inputs."""
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
         ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
@@ -260,7 +261,9 @@ class _GoesOn(torch.autograd.Function):
         return gradient, None, None, *(each * scale for each in ctx.gradients)
 
 
-class _Later(torch.autograd.Function):
+class _DeferredBackward(torch.autograd.Function):
+    """Identity of all results; backward runs the engine's backward with their gradients."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
         ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
@@ -283,34 +286,34 @@ class _Later(torch.autograd.Function):
 
 @final
 class OwnSamples:
-    """See the module docstring.
+    """Results and gradients of this rank's own samples, for ``prescaled_batch=False``.
 
     Args:
-        mesh: where the ranks stand.
+        mesh: process mesh.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh
 
     def of(self, result: Any, own: int | None, total: int) -> Any:
-        """What this rank has asked for of ``result``. Collective over the ranks that split layers.
+        """Select the results of this rank's samples. Collective over the tensor-parallel group.
 
         Args:
-            result: of the samples of all ranks.
-            own: how many samples of this rank are among them.
-            total: samples of all ranks.
+            result: result for the samples of all ranks.
+            own: number of samples of this rank; ``None``: unknown, ``result`` is returned unchanged.
+            total: number of samples of all ranks.
         """
         if own is None:
             return result
         start = self._mesh.tp_rank * own
-        if own * self._mesh.tp != total:  # on each rank, if on one
+        if own * self._mesh.tp != total:  # true on all ranks or on none
             counts = collectives.gather_numbers(own, "how many samples ranks have", self._mesh.tp_group)
             start = sum(counts[: self._mesh.tp_rank])
         leaves, structure = flatten(result)
         return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
 
     def averaged(self, gradient: Tensor) -> Tensor:
-        """Of the mean of all ranks' losses, given the ``gradient`` of this rank's. Collective over them."""
+        """Average the gradients of all ranks' losses. Collective over the tensor-parallel group."""
         summed = gradient.clone()
         collectives.all_reduce(summed, group=self._mesh.tp_group, doing="gradients of outputs").wait()
         return summed / self._mesh.tp

@@ -1,8 +1,8 @@
-"""``no_sync``: gradients of several calls are added up before replicas average them.
+"""``no_sync``: accumulate gradients of several calls before replicas average them.
 
-Gradients are averaged when an optimizer steps, so there is nothing to hold back. But under PyTorch's DDP, where
-averaging is a part of backward, an optimizer that steps in there applies those of its own replica: replicas go their
-own ways until somebody averages weights (local SGD). That is not offered.
+Gradients are averaged when an optimizer steps, so there is no communication to hold back. But under PyTorch's DDP,
+where averaging is a part of backward, an optimizer step inside ``no_sync`` applies the gradients of its own replica
+only: replicas diverge until their weights are averaged (local SGD). That is not supported.
 """
 
 import sys
@@ -20,12 +20,12 @@ __all__ = ["give_no_sync", "refuse_step_without_sync", "take_no_sync"]
 
 
 def give_no_sync(model: nn.Module, session: Session, no_sync: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Let ``model`` have the method that DDP has.
+    """Give ``model`` the method ``no_sync`` of DDP.
 
     Args:
         model: prepared.
-        session: of the Accelerator.
-        no_sync: the Accelerator's.
+        session: shared state of the Accelerator's hooks.
+        no_sync: the Accelerator's method.
     """
 
     if not hasattr(model, "no_sync"):
@@ -34,7 +34,7 @@ def give_no_sync(model: nn.Module, session: Session, no_sync: Callable[[Any], Ab
 
 @final
 class _NoSync:
-    """Of a copy of the model there is nothing to hold back."""
+    """The method ``no_sync`` of a prepared model; a copy of the model gets one without effect."""
 
     def __init__(self, session: Session, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._session = session
@@ -60,12 +60,12 @@ def _of_copy() -> type[nullcontext[None]]:
 
 
 def take_no_sync(model: nn.Module) -> None:
-    """Undo that."""
+    """Undo :func:`give_no_sync`."""
     vars(model).pop("no_sync", None)
 
 
 def refuse_step_without_sync(session: Session) -> None:
-    """Raise if an optimizer steps inside of ``no_sync``, and replicas would have to do so each for itself."""
+    """Raise if an optimizer steps inside ``no_sync`` while there are several replicas."""
     if session.syncs_blocked and session.num_data_ranks > 1:
         raise UnsupportedError(
             f"The optimizer steps inside of `no_sync`, each of {session.num_data_ranks} replicas with its own "
@@ -74,7 +74,7 @@ def refuse_step_without_sync(session: Session) -> None:
 
 
 def _local_sgd_above() -> Any:
-    """The LocalSGD of Accelerate that asks, if it is one that does."""
+    """Return the calling ``LocalSGD`` of Accelerate, if it is one."""
     module = sys.modules.get("accelerate.local_sgd")
     asking = sys._getframe(2).f_locals.get("self")
     return asking if module is not None and isinstance(asking, module.LocalSGD) else None

@@ -1,12 +1,11 @@
-"""The optimizer wrapper: gradients are made final before a step, and new values travel after it.
+"""Optimizer and scheduler wrappers for partitioned models.
 
-Optimizers that the script has not prepared step anyway, and need final gradients, too.
+A prepared optimizer makes gradients final (reduced and unscaled) before its step, and distributes new values after it.
+Unprepared optimizers step without a wrapper, and need final gradients, too. Accelerate ignores them: under its own data
+parallelism gradients are final after backward. Here they become final on demand, so a global PyTorch hook before each
+optimizer step of the process serves unprepared ones.
 
-Accelerate does not notice them: under its own data parallelism gradients are final after backward. Here they become
-final when they are needed, which the wrapper of a prepared optimizer knows. For the others PyTorch tells when any
-optimizer of the process steps.
-
-The scheduler wrapper: as many steps at a time as there are replicas, not processes.
+The scheduler wrapper makes as many steps at a time as there are replicas, not processes.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,17 +26,17 @@ from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank
 from smp_strategy.precision.grad_scaler import GradScaler
 
-__all__ = ["SMPOptimizer", "SMPScheduler", "Unprepared", "unwrapped"]
+__all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
 
 
 class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published without type information
-    """What Accelerate wraps optimizers in, for ranks that have a part of the parameters.
+    """Accelerate's optimizer wrapper, for ranks that have a part of the parameters.
 
     Args:
         optimizer: the user's.
-        session: of the Accelerator.
-        device_placement: whether to move what the optimizer has saved to the device.
-        scaler: scales losses, where anything computes in float16.
+        session: shared state of the Accelerator's hooks.
+        device_placement: whether to move existing optimizer state to the device.
+        scaler: loss scaler, if anything computes in float16.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         refuse_step_without_sync(self.smp)
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
-            # What it computes must be final before the optimizer looks at it.
+            # Gradients of the closure must be final before the optimizer reads them.
             result = once()
             closure = evaluated_once(lambda: result, self.optimizer)
         engine = self.smp.engine
@@ -69,15 +68,15 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         return returned
 
     def train(self) -> None:
-        """What optimizers have that keep an average of the weights beside them: go on with those to be trained."""
+        """Switch to training weights, for optimizers that also keep averaged ones. Collective if weights change."""
         self._switch("train", super().train)
 
     def eval(self) -> None:
-        """Put the average in the place of the weights."""
+        """Switch to averaged weights. Collective if weights change."""
         self._switch("eval", super().eval)
 
     def _switch(self, mode: str, switch: Callable[[], None]) -> None:
-        """Collective, if there is anything to change."""
+        """Switch between training and averaged weights. Collective, if there is anything to change."""
         if not has_to_switch(self.optimizer, mode):
             return
         if not self.smp.has_engine:
@@ -89,7 +88,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
 
     @property
     def state(self) -> Any:
-        """What the optimizer keeps, as one process has it, until the next call of the library. Collective then."""
+        """Full optimizer state, valid until the next call of the library. Collective."""
         if not self.smp.has_engine:
             return self.optimizer.state
         return self.smp.engine.views.states.look_at(self.optimizer)
@@ -99,14 +98,14 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the optimizer's state as one process has it, on every rank. Collective."""
+        """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
         meet("optimizer.state_dict")
         return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of the state of one process."""
+        """Load this rank's shard of a full optimizer state."""
         if not self.smp.has_engine:
             super().load_state_dict(state_dict)
         else:
@@ -114,7 +113,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
 
 
 def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
-    """The user's optimizers inside of Accelerate's wrappers."""
+    """Return the user's optimizers inside Accelerate's wrappers."""
     found = []
     for optimizer in optimizers:
         while isinstance(optimizer, AcceleratedOptimizer):
@@ -124,15 +123,15 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 @final
-class Unprepared:
-    """See the module docstring; watches until :meth:`end`.
+class UnpreparedOptimizers:
+    """Serves optimizers that the script has not prepared, by global step hooks, until :meth:`end`.
 
     Args:
-        model: what they train.
-        engine: spreads it.
-        prepared: the optimizers for which all is done elsewhere.
-        is_scaled: whether gradients are multiplied, which only a prepared optimizer undoes.
-        check: is told of any optimizer of the process that is about to step.
+        model: the partitioned model.
+        engine: runs it.
+        prepared: returns the prepared optimizers, which are skipped.
+        is_scaled: whether gradients are scaled, which only a prepared optimizer undoes.
+        check: called with every optimizer of the process that is about to step.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Unprepared:
         ]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -193,16 +192,16 @@ class Unprepared:
 
 
 class SMPScheduler(AcceleratedScheduler):  # type: ignore[misc]  # published without type information
-    """What Accelerate wraps schedulers in.
+    """Accelerate's scheduler wrapper, which steps by replicas.
 
-    A step of the optimizer goes over the batches of all replicas, so Accelerate moves the scheduler once for each of
-    these, and counts processes.
+    An optimizer step covers the batches of all replicas. Accelerate steps the scheduler once for each of them, but
+    counts processes.
 
     Args:
         scheduler: the user's.
-        optimizers: one, or a list of those that must have stepped.
-        session: of the Accelerator.
-        step_with_optimizer, split_batches: as the Accelerator has them.
+        optimizers: one, or a list, of the optimizers that must have stepped.
+        session: shared state of the Accelerator's hooks.
+        step_with_optimizer, split_batches: options of the Accelerator.
     """
 
     def __init__(
@@ -212,13 +211,13 @@ class SMPScheduler(AcceleratedScheduler):  # type: ignore[misc]  # published wit
         self.smp = session
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move once for each batch that the optimizer's step was about."""
+        """Step once for each batch of the optimizer's step."""
         moves = self.step_with_optimizer and self.gradient_state.sync_gradients and not self.split_batches
         if not moves or any(optimizer.step_was_skipped for optimizer in self.optimizers):
             super().step(*args, **kwargs)  # once, or not at all
             return
         for _ in range(self.smp.num_data_ranks):
-            # OneCycleLR refuses more steps than it was made for, and batches may be left over at the end.
+            # OneCycleLR raises beyond its total number of steps, and batches may be left over at the end.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)

@@ -1,20 +1,16 @@
-"""The plugin: the options, in the one place where Accelerate takes an object and calls it with the Accelerator.
+"""SMPPlugin: the options as a ``ParallelismConfig``, and the point where an Accelerator gets our hooks.
 
 Accelerate has no registry of strategies. But ``Accelerator(parallelism_config=...)``, and so
-``TrainingArguments(parallelism_config=...)``, takes a ``ParallelismConfig`` and asks it, in the middle of
-``Accelerator.__init__``, whether it fits. The processes are known by then and nothing is prepared yet: there the
-Accelerator becomes one of ours.
+``TrainingArguments(parallelism_config=...)``, takes a ``ParallelismConfig`` and calls its ``_validate_accelerator`` in
+the middle of ``Accelerator.__init__``. At that time the processes are known and nothing is prepared yet, so two things
+happen there:
+
+* The process group is checked. It is Accelerate's own, unless it cannot carry host tensors, which ranks exchange too.
+* The class of the Accelerator, which may be a subclass by the user, is replaced by one with our hooks in front. The
+  object exists already, so it cannot be replaced itself. The new class keeps name and module, so code that asks for
+  them sees no difference.
 
 Accelerate's own degrees (``tp_size`` ...) stay 1, because they switch on code of its own.
-
-The Accelerator of this door: Accelerate's own, or a user's subclass of it, with our hooks in front.
-
-The object is the user's and exists already, so its class is replaced rather than the object. The new class keeps name
-and module: nothing that asks for them sees a difference.
-
-The processes: how they reach each other.
-
-The process group is Accelerate's own, unless it cannot carry what ranks tell each other.
 """
 
 import dataclasses
@@ -36,7 +32,6 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
-from smp_strategy.integrations.accelerate.saving import BackgroundHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
@@ -45,17 +40,17 @@ __all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
 
 
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
-    """Make a default process group if there is none, or one in the place of the default one that lacks the host.
+    """Make sure that the default process group exists and carries host tensors.
 
-    Accelerate makes groups for the accelerator alone (``nccl``), but ranks send tensors of the host as well. A script
-    that has one process has none.
+    Accelerate makes groups for the accelerator alone (``nccl``), but ranks exchange host tensors as well; such a group
+    is replaced. A script with a single process has no group; it gets one of size 1.
 
     Args:
-        device: where this rank computes.
-        timeout: of the group; ``None``: the backend's.
+        device: compute device of this rank.
+        timeout: timeout of the group; ``None``: that of the backend.
 
     Raises:
-        ConfigError: a launcher has started several processes, but Accelerate takes each of them for the only one.
+        ConfigError: a launcher has started several processes, but Accelerate considers each of them the only one.
     """
     if not dist.is_initialized():
         started = os.environ.get("WORLD_SIZE", "1")
@@ -72,7 +67,7 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     if "cpu" in carried or device.type == "cpu":
         return
     backend = dist.get_backend(group)
-    # The store lives on: in it the ranks find each other again, wherever it is served.
+    # The store outlives the group: the ranks find each other again in it, wherever it is served.
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
@@ -84,12 +79,12 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     )
 
 
-class AcceleratorHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
-    """All hooks together."""
+class AcceleratorHooks(TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
+    """All hooks of an Accelerator."""
 
 
 def taken_over(accelerator: Any) -> AcceleratorHooks:
-    """``accelerator`` itself, whose class has our hooks from now on."""
+    """Return ``accelerator`` itself, after adding our hooks to its class."""
     if not isinstance(accelerator, AcceleratorHooks):
         stock: Any = type(accelerator)
         accelerator.__class__ = _with_hooks(stock)
@@ -111,7 +106,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def _with_options(plugin: Class) -> Class:
-    """Make a dataclass of ``plugin`` whose fields are all options, too."""
+    """Turn ``plugin`` into a dataclass with all option fields added."""
     for option in dataclasses.fields(SMPConfig):
         plugin.__annotations__[option.name] = option.type
         setattr(plugin, option.name, option.default)
@@ -130,15 +125,15 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
     Without any degree all processes are stages of one pipeline.
 
     Args:
-        loss_in_model: whether models compute their loss: ``auto`` looks at what they return. If they do, forward and
-            backward of the microbatches alternate when the model is called, and only the loss has gradients. With
-            ``False`` backward runs when it is called, for any function of what the model returns; the activations of
-            all microbatches are in memory then.
-        loss_reduction: what a loss in the model is over its samples. Losses of microbatches are averaged, weighted by
-            samples (``mean``), or added up (``sum``). See also
+        loss_in_model: whether models compute their loss: ``auto`` looks at their results. If they do, forward and
+            backward of the microbatches alternate during the call of the model, and only the loss has gradients. With
+            ``False`` backward runs when the script calls it, for any function of the results; the activations of all
+            microbatches are in memory then.
+        loss_reduction: reduction of a loss in the model over its samples. Losses of microbatches are averaged, weighted
+            by samples (``mean``), or added up (``sum``). See also
             :mod:`smp_strategy.integrations.accelerate.model_inputs`.
-        training_outputs: what every rank gets of a call with a loss in training: ``all`` that the model returns, or
-            the ``loss`` only, which saves sending logits of a large vocabulary.
+        training_outputs: results of a training call with a loss that every rank gets: ``all``, or only the ``loss``,
+            which saves sending logits of a large vocabulary.
         options: the fields of :class:`~smp_strategy.config.config.SMPConfig`, with the ``SMP_*`` environment as
             defaults.
 
@@ -146,7 +141,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         config: the validated options.
 
     Raises:
-        ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
+        ConfigError: an option is unknown, wrong or contradicts another; lists all of them.
     """
 
     loss_in_model: LossInModel = "auto"
@@ -181,7 +176,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         return f"SMPPlugin({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
-        """The options that are not the defaults; transformers writes them down with the training arguments."""
+        """Return the options that differ from their defaults; Transformers stores them with the training arguments."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -189,10 +184,10 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         }
 
     def get_device_mesh(self, device_type: str | None = None) -> None:
-        """None: Accelerate's own code for meshes stays off."""
+        """Return ``None``, which keeps Accelerate's own device mesh code off."""
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Called by ``Accelerator.__init__``: from here on the Accelerator is one of ours. Collective."""
+        """Add our hooks to the Accelerator; called by its ``__init__``. Collective."""
         keep_short()
         problems = problems_of_accelerator(accelerator, self.config)
         if problems:
@@ -219,7 +214,7 @@ assert set(_OWN) == DOOR_OPTIONS
 
 
 def _own_options(options: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """The values of the options that only this door has, taken out of ``options``, and what is wrong with them."""
+    """Pop the options that only this integration has from ``options``; return their values and problems."""
     values, problems = [], []
     for name, hint in _OWN.items():
         value = getattr(SMPPlugin, name)

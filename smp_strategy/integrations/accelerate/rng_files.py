@@ -1,16 +1,15 @@
-"""Where the global random generators of all ranks are, in Accelerate's own files.
+"""Global RNG states of all ranks, in Accelerate's own checkpoint files.
 
-Accelerate writes a file for each process. Here it is one for each rank that reads samples of its own, so that a plain
-run with that many processes goes on with them, and the other way round. The ranks of a pipeline draw alike, so that one
-file serves them all; where they do not (the main process has drawn for itself), each has its own again if a run goes on
-with the same layout.
+Accelerate writes a file for each process. Here each data rank has one, so a plain run with that many processes can
+resume from them, and the other way round. The ranks of a pipeline draw alike, so one file serves them all. Ranks that
+draw differently (the main process has drawn for itself) get their own states back if the layout is the same.
 
-Generators of data loaders, which Accelerate leaves out, go into our own file: without them the passes that follow
-would shuffle in another way. (A pass that has begun is repeated up to where it was only with
-``use_seedable_sampler=True``, which begins each pass with a seed.)
+Generators of data loaders, which Accelerate leaves out, go into our own file: without them later passes would shuffle
+differently. (A pass that has begun is repeated up to its position only with ``use_seedable_sampler=True``, which begins
+each pass with a seed.)
 
-In Accelerate's files stands also how far gradient accumulation has come. That must be the same on all ranks, also on
-those for which there is no file.
+Accelerate's files also hold the progress of gradient accumulation. It must be the same on all ranks, including those
+without a file.
 """
 
 import random
@@ -34,15 +33,15 @@ FILE: Final = "random_states_{}.pkl"
 
 
 def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """The states of all ranks; collective.
+    """Gather the RNG states of all ranks. Collective.
 
     Args:
         session: says which ranks read alike.
-        step: how many calls of ``accumulate`` there were, as Accelerate counts.
+        step: number of calls of ``accumulate``, as Accelerate counts.
 
     Returns:
-        For each data rank those of its first rank, as they go into its file; and for each other rank that has other
-        ones, its own.
+        For each data rank the states of its first rank, in the format of Accelerate's file; and the states of each
+        other rank that differ from those of its first rank.
     """
     states = collectives.gather_objects(_states(step), "random states of all ranks")
     groups = session.data_ranks()
@@ -50,12 +49,12 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
 
 
 def of_loaders(loaders: Iterable[Any]) -> list[list[torch.Tensor]]:
-    """The states of the generators that each of the loaders brings along."""
+    """States of the generators that belong to each of the loaders."""
     return [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
 
 
 def set_loaders(loaders: Iterable[Any], states: Iterable[list[torch.Tensor]]) -> None:
-    """Let generators of ``loaders`` go on from there; those of a loader that has others now are left alone."""
+    """Set the generators of ``loaders``; a loader with a different number of generators is left alone."""
     for loader, kept in zip(loaders, states, strict=False):
         generators = _generators(loader)
         if len(generators) == len(kept):
@@ -68,14 +67,14 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def step_in(folder: Path) -> int | None:
-    """How far gradient accumulation had come when ``folder`` was written; ``None``: that is not in there."""
+    """Progress of gradient accumulation stored in ``folder``; ``None`` if it is not in there."""
     path = folder / FILE.format(0)
     step: int | None = load(path).get("step") if path.exists() else None
     return step
 
 
 def set_states(states: Mapping[str, Any]) -> None:
-    """Let the generators of this rank go on from there."""
+    """Set the global generators of this rank."""
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])
@@ -85,7 +84,7 @@ def set_states(states: Mapping[str, Any]) -> None:
 
 
 def _states(step: int) -> dict[str, Any]:
-    """As in Accelerate's file."""
+    """RNG states of this rank, in the format of Accelerate's file."""
     return {
         "step": step,
         "random_state": random.getstate(),

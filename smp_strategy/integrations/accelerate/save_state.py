@@ -1,15 +1,15 @@
-"""What a run needs to go on, in a folder: ``save_state`` and ``load_state``.
+"""Checkpoints for resuming a run: ``save_state`` and ``load_state``.
 
-With ``state_dict_type="full"`` the folder has what Accelerate writes without us, file by file: whole tensors under
-plain names. So plain Accelerate goes on with it, and we go on with one of plain Accelerate. Two small files are added:
-where the random streams of the engine are, and the generators of ranks that do not draw like the others of their
-pipeline (:data:`~smp_strategy.integrations.accelerate.saving.OWN_FILE`), and a manifest with digests of all files.
+With ``state_dict_type="full"`` the folder has the files of plain Accelerate: whole tensors under plain names. So either
+library resumes from checkpoints of the other. Two small files are added:
+:data:`~smp_strategy.integrations.accelerate.saving.OWN_FILE`, with the random streams of the engine and the generators
+of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
-With ``"sharded"`` the model that is spread, and the optimizers that train it, are written by all ranks to a folder in
-it, :data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`, and everything else as before. Either is read
-by any run.
+With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
+:data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`; everything else is as before. Any run reads either
+form.
 
-With ``async_save`` whatever is large is copied to host memory, and written and moved to its place by a thread.
+With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
 """
 
 import os
@@ -25,7 +25,6 @@ from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import folder_digests
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.fallback import previous
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.write_errors import saving
@@ -33,9 +32,7 @@ from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
-from smp_strategy.integrations.accelerate import full_states as whole_states
-from smp_strategy.integrations.accelerate import rng_files as random_states
-from smp_strategy.integrations.accelerate import state_files
+from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
 from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
@@ -48,29 +45,24 @@ Job = Callable[[], None]
 
 
 class StateFolderHooks(SavingHooks):
-    """See the module docstring."""
+    """Methods of the Accelerator for checkpoints of a run."""
 
-    _smp_background: BackgroundSave
     _smp_writer: tuple[Engine, ShardedWriter] | None = None
-
-    def smp_settle(self) -> None:
-        """See the hooks of saves in the background."""
-        raise NotImplementedError
 
     # Saving
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Path:
-        """Write what a run needs to go on. Collective.
+        """Write a checkpoint to resume from. Collective.
 
-        With ``async_save`` files are written while training goes on: the folder is there when they are complete. The
+        With ``async_save`` files are written while training continues: the folder appears when they are complete. The
         next ``save_state`` or ``load_state``, and ``end_training``, wait for that.
 
         Args:
             output_dir: the folder; with ``automatic_checkpoint_naming`` Accelerate's next one.
             safe_serialization: whether to write weights as safetensors.
-            options: none; they are for plugins of others.
+            options: must be empty; Accelerate has them for other plugins.
 
         Returns:
             The folder.
@@ -78,21 +70,23 @@ class StateFolderHooks(SavingHooks):
         meet("accelerator.save_state")
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        self.smp_settle()
+        self.smp.settle()
         target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
-        is_spread = self._smp_calls is not None and self.smp.config.state_dict_type == "sharded"
-        if is_spread:
+        is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
+        if is_sharded:
             self._smp_refuse_sharded()
         logger.info(f"Saving current state to {target}")
         with self._smp_begun(target) as staging:
-            save = _Save(staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save)
-            self._smp_save_optimizers(save, is_spread=is_spread)
-            self._smp_save_models(save, is_spread=is_spread, safe_serialization=safe_serialization)
+            save = _FolderSave(
+                staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save
+            )
+            self._smp_save_optimizers(save, is_sharded=is_sharded)
+            self._smp_save_models(save, is_sharded=is_sharded, safe_serialization=safe_serialization)
             self._smp_save_rest(save)
-            if is_spread:
-                self._smp_save_spread(save)
+            if is_sharded:
+                self._smp_save_sharded(save)
             if save.is_later:
-                self._smp_background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
+                self.smp.background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
             else:
                 with alike(save.doing):
                     self._smp_describe(staging)
@@ -114,22 +108,22 @@ class StateFolderHooks(SavingHooks):
                 '`state_dict_type="sharded"`. Use "full", or remove the hooks.'
             )
 
-    def _smp_save_optimizers(self, save: "_Save", *, is_spread: bool) -> None:
-        """Those that are not spread, or shall be whole. Collective."""
+    def _smp_save_optimizers(self, save: "_FolderSave", *, is_sharded: bool) -> None:
+        """Save optimizers in full form, except those that go to the sharded folder. Collective."""
         for number, optimizer in enumerate(self._optimizers):
-            if is_spread and self._smp_engine_of(optimizer) is not None:
+            if is_sharded and self._smp_engine_of(optimizer) is not None:
                 continue
             state = save.kept(self.get_optimizer_state_dict(optimizer))
             save.do(partial(self._smp_save, state, save.folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)))
             del state  # before the next is collected
 
-    def _smp_save_models(self, save: "_Save", *, is_spread: bool, safe_serialization: bool) -> None:
-        """Weights by the numbers of their models. Collective."""
+    def _smp_save_models(self, save: "_FolderSave", *, is_sharded: bool, safe_serialization: bool) -> None:
+        """Save weights in full form, numbered by model. Collective."""
         hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
         whole = {
             number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
             for number, model in enumerate(self._models)
-            if not (is_spread and self._smp_place(model) is not None)
+            if not (is_sharded and self._smp_place(model) is not None)
         }
         if hooks:
             weights = list(whole.values())
@@ -143,19 +137,19 @@ class StateFolderHooks(SavingHooks):
         kept = {number: save.kept(state) for number, state in whole.items()}
         save.do(partial(state_files.write_weights, kept, save.folder, **options))
 
-    def _smp_save_rest(self, save: "_Save") -> None:
-        """What is small, and custom objects. Collective."""
+    def _smp_save_rest(self, save: "_FolderSave") -> None:
+        """Save small states and custom objects. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, own = self._smp_streams()
         with alike(save.doing):
             if self._smp_writes:
                 state_files.write(self, save.folder, custom)
             for rank, state in enumerate(states):
-                self._smp_save(state, save.folder / random_states.FILE.format(rank))
+                self._smp_save(state, save.folder / rng_files.FILE.format(rank))
             self._smp_save(own, save.folder / OWN_FILE)
 
-    def _smp_save_spread(self, save: "_Save") -> None:
-        """What all ranks write together. Collective."""
+    def _smp_save_sharded(self, save: "_FolderSave") -> None:
+        """Save the sharded folder, on all ranks. Collective."""
         engine = self.smp.engine
         if self._smp_writer is None or self._smp_writer[0] is not engine:
             self._smp_writer = engine, ShardedWriter(engine.mesh.saving_group)
@@ -165,7 +159,7 @@ class StateFolderHooks(SavingHooks):
         save.do(partial(prepared.write, save.folder / folders.SHARDED, note=self._smp_note()))
 
     def _smp_trained(self) -> list[Any]:
-        """The optimizers of the model that is spread."""
+        """Optimizers of the partitioned model."""
         return [each for each in self._optimizers if self._smp_engine_of(each) is not None]
 
     def _smp_note(self) -> dict[str, Any]:
@@ -176,8 +170,8 @@ class StateFolderHooks(SavingHooks):
         if self._smp_writes:
             folder_digests.describe(staging, self._smp_note())
 
-    def _smp_finish_later(self, save: "_Save", target: Path, note: dict[str, Any]) -> None:
-        """What is left to be done, in a thread: on ranks that write files alone that, and on all what they share."""
+    def _smp_finish_later(self, save: "_FolderSave", target: Path, note: dict[str, Any]) -> None:
+        """Write all jobs in a thread. Ranks that write full files do so alone; shards are written by all ranks."""
         try:
             with saving(target):
                 for job in save.jobs:
@@ -193,7 +187,7 @@ class StateFolderHooks(SavingHooks):
             raise
 
     def _smp_delete_oldest(self, target: Path) -> None:
-        """Keep as many checkpoints as the user wants."""
+        """Delete old checkpoints beyond the user's ``total_limit``."""
         naming = self.project_configuration
         if naming.automatic_checkpoint_naming and naming.total_limit is not None and self._smp_writes:
             for old in folders.delete_oldest(target.parent, naming.total_limit):
@@ -207,17 +201,15 @@ class StateFolderHooks(SavingHooks):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Go on from what :meth:`save_state` has written, or plain Accelerate, under this or another layout.
+        """Resume from a checkpoint of :meth:`save_state` or of plain Accelerate, under any layout. Collective.
 
-        Files are verified first, if they have digests. Nothing that stands in them is run.
-
-        Collective.
+        Files are verified first, if they have digests. No code in them is run.
 
         Args:
             input_dir: the folder; ``None``: the newest one, with ``automatic_checkpoint_naming``.
-            load_kwargs: of ``torch.load``, for optimizers, schedulers, data loaders and objects of the user. With
-                ``{"weights_only": False}`` these files may run code: only for files that one trusts.
-            options: ``strict``, for the names of weights; ``map_location``, which makes no difference here.
+            load_kwargs: options of ``torch.load``, for optimizers, schedulers, data loaders and objects of the user.
+                With ``{"weights_only": False}`` these files may run code: use it for trusted files only.
+            options: ``strict``, for the names of weights; ``map_location``, which has no effect here.
 
         Raises:
             CheckpointError: a file is damaged, or names code.
@@ -226,7 +218,7 @@ class StateFolderHooks(SavingHooks):
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        self.smp_settle()
+        self.smp.settle()
         folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
         with alike(f"verifying {folder}"):
@@ -244,7 +236,7 @@ class StateFolderHooks(SavingHooks):
             self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
-        """This rank's share of what is in ``folder``; hooks may have loaded some models."""
+        """Load this rank's shard of ``folder``; hooks may have loaded some models already."""
         stored = self._smp_stored(folder)
         for number, model in enumerate(models):
             if stored is not None and self._smp_place(model) is not None:
@@ -261,53 +253,53 @@ class StateFolderHooks(SavingHooks):
                 continue
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
             self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
-            whole_states.leave_file(optimizer)
+            full_states.leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each), load_kwargs)
-        step = random_states.step_in(folder)
+        step = rng_files.step_in(folder)
         if step is not None:
             self.step = step
         if (folder / OWN_FILE).exists():
             self.load_own_state(state_files.mapped(folder / OWN_FILE))
 
     def _smp_stored(self, folder: Path) -> CheckpointReader | None:
-        """What ranks have written together, if they have."""
+        """Open the sharded folder; ``None`` if the checkpoint has none."""
         if not (folder / folders.SHARDED).exists():
             return None
-        if self._smp_calls is None:
+        if self.smp.calls is None:
             raise ConfigError(
                 f"{folder} has the state of a model that was spread over ranks, but none is prepared here. Call "
                 "`accelerator.prepare` with the model before `load_state`."
             )
         stored = CheckpointReader.open(folder / folders.SHARDED)
-        stored.rest()  # there is nothing in it, but damage should be said
+        stored.rest()  # empty, but reading it reports damage
         return stored
 
     # Objects of the user
 
     def _smp_state_of(self, custom: Any) -> Any:
-        """That of an object which was registered for checkpointing. Collective if it is one that is spread."""
+        """State of an object that was registered for checkpointing. Collective if it is a partitioned one."""
         if isinstance(custom, nn.Module):
             return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
-        if whole_states.is_optimizer(custom):
+        if full_states.is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()
 
     def _smp_load_into(self, custom: Any, state: Any) -> None:
         if isinstance(custom, nn.Module):
             self.load_model_state_dict(custom, state)
-        elif whole_states.is_optimizer(custom):
+        elif full_states.is_optimizer(custom):
             self.load_optimizer_state_dict(custom, state)
         else:
             custom.load_state_dict(state)
 
     @contextmanager
     def _smp_known(self, weights: list[dict[str, Any]]) -> Iterator[None]:
-        """In here the state dict of the model is known, to hooks that ask for it on one rank only."""
+        """Context in which the full state dicts are known, so that hooks may ask for them on a single rank."""
         known = {id(self.unwrap_model(model)): state for model, state in zip(self._models, weights, strict=True)}
         with ExitStack() as stack:
-            for calls in self._smp_state_calls:
+            for calls in self.smp.state_calls:
                 if id(calls.model) in known:
                     stack.enter_context(calls.collected(known[id(calls.model)]))
             yield
@@ -356,14 +348,14 @@ def _verify(folder: Path) -> None:
 
 
 @final
-class _Save:
-    """A folder that is being written: at once, or later by a thread.
+class _FolderSave:
+    """A checkpoint folder being written, either synchronously or later by a thread.
 
     Args:
-        folder: is there.
-        doing: what is being done, for messages.
-        ranks: those of this one's pipeline.
-        is_later: whether :attr:`jobs` collects what is to be done.
+        folder: exists already.
+        doing: description of the save, for messages.
+        ranks: global ranks of this rank's pipeline.
+        is_later: whether to collect the work in :attr:`jobs`.
     """
 
     def __init__(self, folder: Path, doing: str, ranks: list[int], *, is_later: bool) -> None:
@@ -372,11 +364,11 @@ class _Save:
         self.jobs: list[Job] = []
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as it is now."""
-        return whole_states.copied(state) if self.is_later else state
+        """Snapshot of ``state`` for later writing; ``state`` itself if it is written now."""
+        return full_states.copied(state) if self.is_later else state
 
     def do(self, job: Job) -> None:
-        """Write something. Collective, if that is now."""
+        """Run a write job, or queue it. Collective if it runs now."""
         if self.is_later:
             self.jobs.append(job)
         else:

@@ -1,18 +1,16 @@
-"""Weights and optimizers as one process has them, whatever the layout, and files of them.
+"""Full state dicts of models and optimizers under any layout, and files of them (``save_model``).
 
-What is asked for with ``state_dict`` and the like has whole tensors under plain names, and what is loaded may come from
-plain Accelerate. The parts are collected on global rank 0, which writes (with ``save_on_each_node`` the first rank of
-each node does); the others wait, and fail if it fails. Everything is written beside its place and moved there when it
-is complete (:mod:`smp_strategy.integrations.accelerate.state_folders`). How a run goes on:
+State dicts have whole tensors under plain names, and loading accepts those of plain Accelerate. The shards are gathered
+on global rank 0, which writes (with ``save_on_each_node`` the first rank of each node does); the other ranks wait, and
+fail if it fails. Files are written beside their place and moved there when they are complete
+(:mod:`smp_strategy.integrations.accelerate.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
-All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.distributed.rendezvous`).
-
-Saves that go on in the background: what has gone wrong is said at the next call, and the end waits for them.
+All calls are collective; a rank that does not make the same call gets an error
+(:mod:`smp_strategy.distributed.rendezvous`).
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,24 +18,21 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accelerate.utils import save
-from torch import Tensor, nn
+from torch import nn
 
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate import full_states as whole_states
-from smp_strategy.integrations.accelerate import rng_files as random_states
+from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate import state_folders as folders
-from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.saving_calls import StateCalls
-from smp_strategy.integrations.accelerate.session import HookBase, Session
+from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
+from smp_strategy.integrations.accelerate.session import HookBase
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
 
-__all__ = ["BackgroundHooks", "OWN_FILE", "SavingHooks"]
+__all__ = ["OWN_FILE", "SavingHooks"]
 
 OWN_FILE: Final = "smp_strategy.bin"
 
@@ -45,7 +40,7 @@ T = TypeVar("T")
 
 
 class _ModulePath(NamedTuple):
-    """Where a module is in what the engine runs."""
+    """Path of a module within the module that the engine runs."""
 
     engine: Engine
     root: nn.Module
@@ -53,42 +48,35 @@ class _ModulePath(NamedTuple):
 
 
 class SavingHooks(HookBase):
-    """See the module docstring."""
-
-    _smp_calls: ModelCalls | None
-
-    def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is prepared yet."""
-        super().begin(session, plugin)
-        self._smp_state_calls: list[StateCalls] = []
+    """Methods of the Accelerator for full state dicts and model files."""
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Let ``state_dict`` and ``load_state_dict`` of ``model`` be about the whole."""
+        """Make ``state_dict`` and ``load_state_dict`` of ``model`` handle full state dicts."""
         is_new = not getattr(model, "_is_accelerate_prepared", False)
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_new:
-            calls = StateCalls(
+            calls = StateDictCalls(
                 model,
-                is_spread=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
+                is_partitioned=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
                 collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
                 load=partial(self.load_model_state_dict, model),
             )
-            self._smp_state_calls.append(calls)
+            self.smp.state_calls.append(calls)
         return model
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything that is prepared."""
-        for calls in self._smp_state_calls:
+        """Release everything that is prepared."""
+        for calls in self.smp.state_calls:
             calls.remove()
-        self._smp_state_calls = []
+        self.smp.state_calls = []
         return super().free_memory(*objects)
 
-    # What other code, a trainer that writes files of its own, may ask for as well
+    # State dicts, also for other code, such as a trainer that writes files of its own
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of ``model``, or of a part of it, on every rank. Collective.
+        """Return the full state dict of ``model``, or of a submodule, on every rank. Collective.
 
         Args:
             model: prepared, or a module in one that is.
@@ -101,7 +89,10 @@ class SavingHooks(HookBase):
         return whole
 
     def get_written_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The same where files are written; elsewhere empty, unless ``model`` is not spread. Collective."""
+        """Like :meth:`get_state_dict`, but only on ranks that write files; empty elsewhere, unless ``model`` is whole.
+
+        Collective.
+        """
         place = self._smp_place(model)
         if place is not None:
             return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
@@ -109,20 +100,20 @@ class SavingHooks(HookBase):
         return whole
 
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
-        """On global rank 0."""
+        """Gather the full state dict on global rank 0. Collective."""
         meet(call)
         with self._smp_aside():
-            return whole_states.model_state(self.smp.engine, path)
+            return full_states.model_state(self.smp.engine, path)
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for calls in self._smp_state_calls:
+            for calls in self.smp.state_calls:
                 stack.enter_context(calls.aside())
             yield
 
     def get_optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as one process has it, where files are written; empty elsewhere. Collective.
+        """Return the full state dict of an optimizer on ranks that write files; empty elsewhere. Collective.
 
         Args:
             optimizer: prepared.
@@ -134,15 +125,15 @@ class SavingHooks(HookBase):
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load a whole state dict, of which each rank takes its share. All ranks have to do it.
+        """Load a full state dict; each rank takes its shard. Collective.
 
         Args:
             model: prepared.
-            state: as one process has it, on every rank.
-            strict: whether names must fit.
+            state: full state dict, the same on every rank.
+            strict: whether names must match.
 
         Returns:
-            Names that the state lacks, and names that the model lacks.
+            Names that are missing in the state, and names that are missing in the model.
         """
         place = self._smp_place(model)
         if place is not None and place.path:
@@ -152,14 +143,14 @@ class SavingHooks(HookBase):
             )
         engine = None if place is None else place.engine
         with self._smp_aside():
-            return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
+            return full_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load the whole state of an optimizer, of which each rank takes its share. All ranks have to do it.
+        """Load the full state of an optimizer; each rank takes its shard. Collective.
 
         Args:
             optimizer: prepared.
-            state: as one process has it, on every rank.
+            state: full state dict, the same on every rank.
         """
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         if engine is None:
@@ -168,32 +159,32 @@ class SavingHooks(HookBase):
             engine.saved.load_optimizer_state(bare, state)
 
     def get_own_state(self) -> dict[str, Any]:
-        """What a file of ours has: where random streams are. Collective."""
+        """Return the content of our own file: the states of random streams. Collective."""
         return self._smp_streams()[1]
 
     def _smp_streams(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """For each data rank what Accelerate's file has, and the content of ours. Collective."""
-        states, others = random_states.gathered(self.smp, self.step)
+        """Return Accelerate's random states of each data rank, and the content of our own file. Collective."""
+        states, others = rng_files.gathered(self.smp, self.step)
         own = {
             "engine": self.smp.engine.saved.state_dict() if self.smp.has_engine else None,
-            "loaders": random_states.of_loaders(self._dataloaders),
+            "loaders": rng_files.of_loaders(self._dataloaders),
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
         }
         return states, own
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the random streams of another run; those of single ranks under the same layout only."""
+        """Restore the random streams of another run; those of single ranks only under the same layout."""
         if self.smp.has_engine and state["engine"] is not None:
             self.smp.engine.saved.load_state(state["engine"])
-        random_states.set_loaders(self._dataloaders, state["loaders"])
+        rng_files.set_loaders(self._dataloaders, state["loaders"])
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
-            random_states.set_states(state["random_states"][self.smp.rank])
+            rng_files.set_states(state["random_states"][self.smp.rank])
 
     # Accelerate's calls
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks, and notice if some are in a call like those here instead. Collective."""
+        """Barrier over all ranks; raises if some are in another call instead. Collective."""
         meet("accelerator.wait_for_everyone")
         super().wait_for_everyone()
 
@@ -208,8 +199,8 @@ class SavingHooks(HookBase):
 
         Args:
             model: prepared, or a module in one that is.
-            save_directory: made if it is not there.
-            max_shard_size: of a file.
+            save_directory: created if missing.
+            max_shard_size: maximum size of a file.
             safe_serialization: whether to write safetensors.
         """
         meet("accelerator.save_model")
@@ -222,20 +213,20 @@ class SavingHooks(HookBase):
     # Which module, which optimizer
 
     def _smp_place(self, module: nn.Module) -> _ModulePath | None:
-        """Where ``module`` is in what the engine runs; ``None``: it is not in there, and whole on every rank."""
-        if self._smp_calls is None:
+        """Locate ``module`` in the module that the engine runs; ``None``: not in there, and whole on every rank."""
+        if self.smp.calls is None:
             return None
-        root = self._smp_calls.model
-        path = whole_states.path_in(root, self.unwrap_model(module))
+        root = self.smp.calls.model
+        path = full_states.path_in(root, self.unwrap_model(module))
         return None if path is None else _ModulePath(self.smp.engine, root, path)
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
-        """What runs the module that ``optimizer`` trains, if it is spread."""
-        if self._smp_calls is None or not whole_states.is_trained_by(self._smp_calls.model, optimizer):
+        """Return the engine of the module that ``optimizer`` trains; ``None`` if that module is whole."""
+        if self.smp.calls is None or not full_states.is_trained_by(self.smp.calls.model, optimizer):
             return None
         return self.smp.engine
 
-    # Who writes, and where
+    # Writing processes and folders
 
     @property
     def _smp_writes(self) -> bool:
@@ -246,13 +237,13 @@ class SavingHooks(HookBase):
         save(state, path, save_on_each_node=self.project_configuration.save_on_each_node)
 
     def _smp_for_writers(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state``, which global rank 0 has, on all ranks that write. Collective."""
+        """Send ``state`` from global rank 0 to all ranks that write. Collective."""
         if not self.project_configuration.save_on_each_node:
             return state
         return sent_to_writers(state, writes=self._smp_writes)
 
     def _smp_told(self, decide: Callable[[], T]) -> T:
-        """What global rank 0 decides, or why it cannot. Collective."""
+        """Broadcast the result of ``decide`` on global rank 0, or its error. Collective."""
         box: tuple[Any, Exception | None] = (None, None)
         if self.is_main_process:
             try:
@@ -267,7 +258,7 @@ class SavingHooks(HookBase):
 
     @contextmanager
     def _smp_begun(self, target: Path) -> Iterator[Path]:
-        """An empty folder for what will be in ``target``; it is deleted if something fails. Collective."""
+        """Yield an empty staging folder for ``target``; it is deleted on failure. Collective."""
         staging = self._smp_told(lambda: folders.begin(target))
         with alike(f"making {staging}"):
             if self.is_local_main_process:  # hooks may write on every node
@@ -281,46 +272,8 @@ class SavingHooks(HookBase):
             raise
 
     def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
-        """What is complete takes its place. Collective."""
+        """Move the complete staging folder to its place. Collective."""
         for turn in (self.is_main_process, self.is_local_main_process):
             with alike(f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
-
-
-class BackgroundHooks(HookBase):
-    """In front of the other hooks: what they end is needed until files are there."""
-
-    def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is being saved yet."""
-        self._smp_background = BackgroundSave()
-        super().begin(session, plugin)
-
-    def smp_settle(self) -> None:
-        """Wait until everything that is being saved is there, and fail on all ranks if it failed on one. Collective."""
-        if self.smp.config.async_save:
-            with alike("saving in the background"):
-                self._smp_background.wait()
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As always; a checkpoint that could not be saved meanwhile is an error here, in the next step."""
-        self._smp_background.check()
-        super().backward(loss, **kwargs)
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Wait for what is being saved, then let go of everything that is prepared."""
-        self._smp_background.wait()
-        return super().free_memory(*objects)
-
-    def end_training(self) -> None:
-        """Wait for what is being saved, then end. Collective."""
-        self.smp_settle()
-        super().end_training()
-
-    def _smp_leave(self) -> None:
-        try:
-            self._smp_background.wait()
-        except Exception as error:
-            warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
-        leave: Any = super()
-        leave._smp_leave()

@@ -1,13 +1,11 @@
-"""What the hooks of one Accelerator share: options, this rank's place, and the engine.
+"""State that the hooks of one Accelerator share: options, place in the process mesh, engine, replaced calls.
 
-Scripts ask for the number of processes, and prepare data loaders, before the model is known. So the degrees are
-settled here, from the options and the number of ranks alone, and the engine is made when the model comes.
+Scripts ask for the number of processes, and prepare data loaders, before the model is known. Therefore the degrees are
+fixed here from the options and the world size alone, and the engine is created when a model is prepared.
 
-What the hooks of the Accelerate door stand on: an Accelerator with a :class:`Session`.
-
-An Accelerator becomes one of ours in the middle of its construction, by another class (see
-:mod:`smp_strategy.integrations.accelerate.plugin`). So no ``__init__`` of ours runs; what hooks need is made in
-:meth:`begin`.
+An Accelerator gets the hooks by a change of its class in the middle of its own construction (see
+:mod:`smp_strategy.integrations.accelerate.plugin`). No ``__init__`` of a hook runs, so hooks create their state in
+:meth:`HookBase.begin`.
 """
 
 import dataclasses
@@ -20,13 +18,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
-from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.distributed.topology import find_node_size
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
+from smp_strategy.integrations.accelerate.model_calls import ModelCalls
+from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]
@@ -34,20 +35,23 @@ __all__ = ["HookBase", "Session"]
 
 @final
 class Session:
-    """One Accelerator's.
+    """Shared state of the hooks of one Accelerator.
 
     The default process group must exist.
 
     Args:
         config: all options. Without any degree all ranks are stages of one pipeline.
-        device: where this rank computes.
+        device: compute device of this rank.
         timeout: longest wait for another rank; ``None``: that of the backend.
 
     Attributes:
-        config: the same, with the number of stages.
+        config: the options, with the number of stages filled in.
         shape: degrees and rank order.
         rank: global rank of this process.
-        syncs_blocked: in how many ``no_sync`` the script is.
+        syncs_blocked: nesting depth of ``no_sync``.
+        calls: replaced calls of the partitioned model; ``None`` until one is prepared.
+        state_calls: replaced ``state_dict`` methods of all prepared models.
+        background: asynchronous saves.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -73,12 +77,15 @@ class Session:
         )
         self._timeout = timeout
         self.syncs_blocked = 0
+        self.calls: ModelCalls | None = None
+        self.state_calls: list[StateDictCalls] = []
+        self.background = BackgroundSave()
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 
     @property
     def engine(self) -> Engine:
-        """What runs the model; exists once a model is prepared."""
+        """Engine of the partitioned model; exists once a model is prepared."""
         if self._engine is None:
             raise SMPError("There is no pipeline before a model is prepared: call `accelerator.prepare(model, ...)`.")
         return self._engine
@@ -89,10 +96,10 @@ class Session:
         return self._engine is not None
 
     def make_engine(self, *, keeps_buffers: bool = False) -> Engine:
-        """A new engine, for a model that is prepared now; the last one is closed.
+        """Create the engine of a model that is being prepared; close the previous one.
 
         Args:
-            keeps_buffers: whether each replica goes on with buffers of its own, whatever the options say.
+            keeps_buffers: keep separate buffers on each replica, whatever the options say.
         """
         self._close_engine()
         config = dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
@@ -100,15 +107,15 @@ class Session:
         return self._engine
 
     def with_weights(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with all weights and gradients in sight, as one process has them. All ranks have to do it.
+        """Call ``function`` with all weights and gradients unsharded, as in a single process. Collective.
 
-        For code that goes over the parameters of the model between steps: averages of weights, norms, ties.
+        For code that reads or changes the parameters of the model between steps: weight averages, norms, ties.
 
         Returns:
-            What ``function`` returns, with real tensors on every rank.
+            The result of ``function``, with real tensors on every rank.
 
         Raises:
-            UnsupportedError: gradients might be expected to flow through that.
+            UnsupportedError: the result might be expected to carry gradients.
         """
         if self._engine is None:
             return function()
@@ -125,28 +132,28 @@ class Session:
 
     @property
     def data_groups(self) -> DataGroups:
-        """Between which values are exchanged. Made when they are first asked for, which is collective."""
+        """Process groups of the data ranks. Created at the first access, which is collective."""
         if self._data_groups is None:
             self._data_groups = DataGroups(self.data_ranks(), timeout=self._timeout)
         return self._data_groups
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks read samples of their own; to a script these are all processes that there are."""
+        """Number of ranks that read samples of their own; scripts see this as the number of processes."""
         return self.shape.dp * (1 if self.config.prescaled_batch else self.shape.tp)
 
     @property
     def data_rank(self) -> int:
-        """Which of them this one is, or reads the samples of."""
+        """Index of the data rank whose samples this rank reads."""
         return self._data_rank_of(self.rank)
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks of this one's pipeline."""
+        """Global ranks of the stages of this rank's pipeline."""
         return list(self.shape.group(self.rank, "pp"))
 
     def data_ranks(self) -> list[list[int]]:
-        """The global ranks that read alike, the first of each pipeline first, for each data rank."""
+        """Global ranks that read the same samples, for each data rank; the first of each pipeline comes first."""
         found: list[list[int]] = [[] for _ in range(self.num_data_ranks)]
         for rank in range(self.shape.world_size):
             found[self._data_rank_of(rank)].append(rank)
@@ -161,13 +168,19 @@ class Session:
         if self.rank == 0:
             print(text, flush=True)
 
+    def settle(self) -> None:
+        """Wait for asynchronous saves; if one failed on any rank, raise on all. Collective."""
+        if self.config.async_save:
+            with alike("saving in the background"):
+                self.background.wait()
+
     def close(self) -> None:
-        """Let go of the engine, if there is one, and of all process groups; the module stays as it is."""
+        """Close the engine, if there is one, and drop all process groups; the module stays as it is."""
         self._close_engine()
         self._data_groups = None
 
     def let_go(self) -> None:
-        """Forget the engine without closing it: a module that it has left spread may still need it."""
+        """Forget the engine without closing it: a module left partitioned may still need it."""
         self._engine = None
 
     def _close_engine(self) -> None:
@@ -177,7 +190,7 @@ class Session:
 
 
 def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
-    """``config`` with the number of stages: all ranks, or one where they are wanted for something else."""
+    """Fill in the number of stages: the world size, or 1 if another degree is given."""
     if config.pipeline_parallel_degree is not None:
         return config
     others = config.shard_optimizer_state or config.sharded_data_parallel_degree * config.tensor_parallel_degree > 1
@@ -190,23 +203,19 @@ def _is_floating(leaf: object) -> bool:
 
 
 class HookBase(Accelerator):  # type: ignore[misc]  # published without type information
-    """Base of all hooks.
+    """Base class of the hooks: an Accelerator with a :class:`Session`.
 
     Attributes:
-        smp: options, this rank's place, and the engine.
+        smp: options, place of this rank, and engine.
     """
 
     smp: Session
 
     def begin(self, session: Session, plugin: Any) -> None:
-        """Called once, when only the processes are known. Hooks extend it with what they need.
+        """Called once, as soon as the processes are known. Subclasses create their state here.
 
         Args:
             session: becomes :attr:`smp`.
             plugin: the :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
         """
         self.smp = session
-
-    def check_even(self, training: bool) -> None:
-        """Called before each call of the model; see the hooks of data loaders."""
-        raise NotImplementedError

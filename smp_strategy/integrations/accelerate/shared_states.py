@@ -1,9 +1,9 @@
-"""A state that global rank 0 has, on every rank, once per machine.
+"""Broadcast a full state dict from rank 0 to all ranks, with one copy per machine in shared memory.
 
-Scripts write what ``model.state_dict()`` returns on all ranks, as under DistributedDataParallel, and who writes
-last wins. So all ranks get the same contents. A copy for each would take the memory of the model times the ranks of a
-machine: the first rank of a machine writes them to a file in shared memory instead, which the others map, copy on
-write. The file has no name any more when they return, and goes with the last tensor.
+Scripts write the result of ``model.state_dict()`` on all ranks, as under DistributedDataParallel, and the last writer
+wins. So all ranks need the same contents. A copy for each would take the memory of the model times the ranks of a
+machine. Instead the first rank of a machine writes the tensors to a file in shared memory, which the others map
+copy-on-write. The file is unlinked before they return, and its memory is freed with the last tensor.
 """
 
 import os
@@ -30,7 +30,7 @@ _ALIGNMENT: Final = 64
 
 
 class _Slot(NamedTuple):
-    """Where a tensor is in the file."""
+    """Location of a tensor in the file."""
 
     start: int
     size: tuple[int, ...]
@@ -43,12 +43,12 @@ class _Slot(NamedTuple):
 
 
 def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with its tensors in host memory, on all ranks. What is one tensor under several names stays one.
+    """Return ``state`` on all ranks, with its tensors in host memory. A tensor under several names stays a single one.
 
     Collective.
 
     Args:
-        state: what global rank 0 has; nothing on the others.
+        state: full state on global rank 0; empty on the others.
     """
     if dist.get_world_size() == 1:
         return state
@@ -77,7 +77,7 @@ def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(state: Mapping[str, Any]) -> tuple[Any, str]:
-    """``state`` with slots for its tensors, and the file that has them."""
+    """Write the tensors of ``state`` to a file; return ``state`` with slots in their place, and the path."""
     slots: dict[Any, tuple[_Slot, Tensor]] = {}
     end = 0
 
@@ -106,7 +106,7 @@ def _written(state: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _room(num_bytes: int) -> str:
-    """A new file of that size, in memory if there is room."""
+    """Create a file of that size, in shared memory if there is room."""
     for folder in (_SHARED, None) if _SHARED.is_dir() else (None,):
         handle, path = tempfile.mkstemp(prefix="smp-state-", dir=folder)
         try:
@@ -134,7 +134,7 @@ def _mapped(layout: Any, path: str) -> dict[str, Any]:
 
 
 def _view(memory: "np.memmap[Any, Any]", slot: _Slot) -> Tensor:
-    """The tensor of ``slot``, with a storage of its own, as files and safetensors expect it."""
+    """Tensor view of ``slot``, with a storage of its own, as files and safetensors expect it."""
     if not slot.nbytes:
         return torch.empty(slot.size, dtype=slot.dtype)
     run = torch.from_numpy(memory[slot.start : slot.start + slot.nbytes])
@@ -142,7 +142,7 @@ def _view(memory: "np.memmap[Any, Any]", slot: _Slot) -> Tensor:
 
 
 def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
-    """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
+    """Send ``state`` from global rank 0 to all ranks that write; other ranks keep their argument. Collective."""
     flags = collectives.gather_objects(writes, "who writes")
     rank = dist.get_rank()
     for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
@@ -154,7 +154,7 @@ def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """What tensors have in common that safetensors takes for one: the same object, or the same memory."""
+    """Key by which safetensors considers tensors shared: the same object, or the same memory."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

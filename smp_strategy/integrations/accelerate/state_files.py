@@ -1,4 +1,4 @@
-"""The files of a checkpoint as Accelerate names and fills them, for states that are whole already."""
+"""Read and write the checkpoint files of Accelerate, for full states."""
 
 import pickle
 import re
@@ -24,7 +24,7 @@ _CUSTOM: Final = "custom_checkpoint_{}.pkl"
 
 
 def name(first: str, number: int) -> str:
-    """How the file of object ``number`` is called: ``optimizer.bin``, ``optimizer_1.bin``."""
+    """File name of object ``number``: ``optimizer.bin``, ``optimizer_1.bin``."""
     return first if number == 0 else first.replace(".", f"_{number}.")
 
 
@@ -33,8 +33,8 @@ def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
 
     Args:
         accelerator: has the schedulers, data loaders and the scaler.
-        folder: is there.
-        custom: states of objects of the user.
+        folder: exists already.
+        custom: states of the user's registered objects.
     """
     each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
@@ -49,14 +49,14 @@ def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
         save_on_each_node=each_node,
     )
     for number, state in enumerate(custom):
-        save_custom_state(_Known(state), str(folder), number, save_on_each_node=each_node)
+        save_custom_state(_KnownState(state), str(folder), number, save_on_each_node=each_node)
         _warn_of_code(folder / _CUSTOM.format(number))
 
 
 def write_weights(
     states: Mapping[int, dict[str, Any]], folder: Path, *, safe_serialization: bool, save_on_each_node: bool
 ) -> None:
-    """Write those of models by their numbers, on the processes that write."""
+    """Write state dicts of models by their numbers, on the processes that write."""
     file = f"{SAFE_MODEL_NAME}.safetensors" if safe_serialization else f"{MODEL_NAME}.bin"
     for number, state in states.items():
         path = folder / name(file, number)
@@ -64,7 +64,7 @@ def write_weights(
 
 
 def weights(folder: Path, number: int) -> dict[str, Any]:
-    """Those of model ``number``, on the host. Tensors are read from the file when they are used.
+    """Load the weights of model ``number`` on the host. Tensors are read from the file lazily, at their first use.
 
     Raises:
         FileNotFoundError: there are none.
@@ -86,13 +86,13 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
 
 
 def mapped(path: Path, **options: Any) -> Any:
-    """What ``torch.save`` has written, on the host. Tensors are read from the file when they are used.
+    """Load a file of ``torch.save`` on the host. Tensors are read from the file lazily, at their first use.
 
-    So a rank that takes its share of them needs no memory for the rest.
+    So a rank that takes its shard of them needs no memory for the rest.
 
     Args:
-        path: of the file.
-        options: of ``torch.load``.
+        path: path of the file.
+        options: options of ``torch.load``.
 
     Raises:
         CheckpointError: the file is damaged, or names code that would have to be run.
@@ -115,13 +115,13 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
-    """Read what is the same for all ranks of a pipeline: all but models, optimizers and objects of the user.
+    """Read the states that all ranks of a pipeline share: all but models, optimizers and the user's registered objects.
 
     Args:
         accelerator: has the schedulers, data loaders and the scaler.
-        folder: is there.
-        data_rank: whose random generators this rank goes on with.
-        load_kwargs: of ``torch.load``.
+        folder: exists already.
+        data_rank: index of the data rank whose random generators this rank restores.
+        load_kwargs: options of ``torch.load``.
 
     Raises:
         RuntimeError: not as many objects are registered for checkpointing as were saved.
@@ -149,7 +149,7 @@ def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, 
 
 
 def read_custom(folder: Path, number: int, take: Callable[[Any], None], load_kwargs: dict[str, Any]) -> None:
-    """Hand the state of an object of the user to ``take``.
+    """Pass the state of a registered object of the user to ``take``.
 
     Raises:
         CheckpointError: it has objects of classes that files may not name; Accelerate would make them all the same.
@@ -158,7 +158,7 @@ def read_custom(folder: Path, number: int, take: Callable[[Any], None], load_kwa
 
 
 def _warn_of_code(path: Path) -> None:
-    """Of what will not be read again, unless the user insists."""
+    """Warn of objects that ``load_state`` will refuse by default."""
     if path.is_file() and (found := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
         warnings.warn(
             f"{path.name} has objects of {', '.join(found)}, which files may not make when they are loaded. Let "
@@ -168,8 +168,8 @@ def _warn_of_code(path: Path) -> None:
         )
 
 
-class _Known:
-    """What is saved in the place of an object whose state is known already."""
+class _KnownState:
+    """Stand-in for an object whose state is known already."""
 
     def __init__(self, state: Any) -> None:
         self._state = state

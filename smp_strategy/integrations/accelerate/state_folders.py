@@ -1,9 +1,9 @@
-"""Folders of checkpoints: which one is written or read, and how none looks complete before it is.
+"""Checkpoint folders: naming, and atomic replacement so that no folder looks complete before it is.
 
-Everything is written beside its place, brought to the disk, and takes its place at the end
-(:mod:`smp_strategy.checkpoint.storage.atomic_commit`): whoever looks for the newest checkpoint finds a complete one. A
-folder that has an earlier checkpoint and nothing else is replaced as a whole, too. One that has other files keeps them,
-so new ones are moved in one by one; whoever reads it in the middle of that is told so by its digests.
+Everything is written beside its place, synced to disk, and moved to its place at the end
+(:mod:`smp_strategy.checkpoint.storage.atomic_commit`), so the newest checkpoint is always a complete one. A folder that
+has an earlier checkpoint and nothing else is replaced as a whole, too. A folder with other files keeps them, so new
+files are moved in one by one; a reader that comes in between detects that by the digests.
 """
 
 import os
@@ -20,9 +20,9 @@ from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = ["SHARDED", "STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
 
-# Where ranks write together what is spread, if they do.
+# Subfolder of the sharded form, which all ranks write together.
 SHARDED: Final = SHARDED_STATE
-# Of earlier calls, what would be read together with, or in the place of, that which is written now.
+# Names of files of earlier saves that a reader would mix up with, or prefer to, the new ones.
 WEIGHTS: Final = r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 STATES: Final = (
     r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|optimizer(_\d+)?\.bin|random_states_\d+\.pkl|"
@@ -34,7 +34,7 @@ _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder`` that Accelerate has numbered, the oldest first."""
+    """List the checkpoints in ``folder`` that Accelerate has numbered, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), each) for each in folder.iterdir() if (match := _NUMBERED.fullmatch(each.name))]
@@ -42,7 +42,7 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint in ``folder`` with the highest number.
+    """Return the checkpoint in ``folder`` with the highest number.
 
     Raises:
         ValueError: there is none.
@@ -58,7 +58,7 @@ def newest(folder: Path) -> Path:
 
 
 def delete_oldest(folder: Path, limit: int) -> list[Path]:
-    """Delete numbered checkpoints in ``folder`` until there are ``limit``; returns those that were deleted."""
+    """Delete numbered checkpoints in ``folder`` until ``limit`` are left; return the deleted ones."""
     found = numbered(folder)
     surplus = found[: max(len(found) - limit, 0)]
     for each in surplus:
@@ -69,7 +69,7 @@ def delete_oldest(folder: Path, limit: int) -> list[Path]:
 
 
 def begin(target: Path) -> Path:
-    """Make an empty folder for what will be in ``target``; its last name is the same, since hooks may look at that.
+    """Make an empty staging folder for ``target``, with the same last path component, since hooks may look at it.
 
     Raises:
         ConfigError: ``target`` is a file.
@@ -97,7 +97,7 @@ def begin(target: Path) -> Path:
 
 
 def _check_manifest(target: Path) -> None:
-    """A file of that name is replaced, so it must be ours."""
+    """Raise if the manifest file in ``target`` is not ours, because it would be replaced."""
     path = target / FILE_NAME
     if path.is_file() and FORMAT.encode() not in path.read_bytes():
         raise ConfigError(
@@ -107,12 +107,12 @@ def _check_manifest(target: Path) -> None:
 
 
 def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
-    """Let ``target`` have what is in ``staging``, which is gone afterwards.
+    """Move the content of ``staging`` into ``target``, and remove ``staging``.
 
     Args:
         staging: from :func:`begin`.
         target: may exist; files of the same names are replaced.
-        replaces: pattern of the names of further files and folders in ``target`` that are out of date then.
+        replaces: pattern of the names of further files and folders in ``target`` that become out of date.
     """
     beside = staging.parent
     if not target.exists():
@@ -132,13 +132,13 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
 
 
 def _can_be_replaced(target: Path) -> bool:
-    """Whether another folder may take its place: it is not mounted, nobody works in it, one may write beside it."""
+    """Whether another folder may replace it: no mount, no link, not the working directory, writable parent."""
     is_busy = target.is_symlink() or os.path.ismount(target) or Path.cwd().is_relative_to(target.resolve())
     return not is_busy and os.access(target.parent, os.W_OK | os.X_OK)
 
 
 def _has_nothing_else(target: Path) -> bool:
-    """Whether all that is in there are files of a checkpoint, as its manifest tells."""
+    """Whether the folder has only files that its checkpoint manifest lists."""
     try:
         Manifest.from_bytes((target / FILE_NAME).read_bytes())
     except (OSError, CheckpointError):
@@ -147,7 +147,7 @@ def _has_nothing_else(target: Path) -> bool:
 
 
 def remove(staging: Path) -> None:
-    """Whatever is left of ``staging``."""
+    """Delete the remains of ``staging``."""
     if staging.parent.is_symlink():
         return
     shutil.rmtree(staging, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""The hooks of training: what is prepared, and what happens between forward and the optimizer's step.
+"""Training hooks of the Accelerator: ``prepare``, gradient clipping and unscaling, ``free_memory``, ``end_training``.
 
-Which of the models that a script prepares is spread over the ranks: the one that is trained.
-
-Others are kept whole on every rank: criteria without parameters, and models that are evaluated only, a teacher, say.
-Nothing says for sure what a model is for when it is prepared; a frozen one, or one in evaluation mode that no known
-optimizer trains, is spread until one comes that is trained.
+Of all models that a script prepares, the one that is trained is partitioned over the ranks. Others are kept whole on
+every rank: criteria without parameters, and models that are only evaluated, such as a teacher. The purpose of a model
+is not certain when it is prepared; a frozen one, or one in evaluation mode that no known optimizer trains, is
+partitioned until a trained one comes.
 """
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
-from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, Unprepared, unwrapped
+from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
@@ -39,10 +40,10 @@ __all__ = ["PreparedModel", "TrainingHooks"]
 
 @final
 class PreparedModel:
-    """Of the model that is spread.
+    """Choice of the model to partition, out of all prepared models.
 
     Attributes:
-        chosen: the model that is to be spread, out of those that are prepared together.
+        chosen: the model to be partitioned, out of those that are prepared together.
         others: models that are whole on every rank.
     """
 
@@ -53,7 +54,7 @@ class PreparedModel:
         self._coming: list[Optimizer] = []
 
     def clear(self) -> None:
-        """Nothing is prepared any more."""
+        """Forget all prepared models."""
         self.chosen = None
         for each in (self.others, self._evaluated, self._coming):
             each.clear()
@@ -61,7 +62,7 @@ class PreparedModel:
     def begin(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], prepared: Iterable[Optimizer]
     ) -> None:
-        """``models`` and ``optimizers`` are about to be prepared, beside optimizers that are ``prepared``."""
+        """Choose among ``models``, about to be prepared with ``optimizers``; ``prepared`` optimizers exist already."""
         self._coming = list(optimizers)
         known = [*prepared, *optimizers]
         wanting = [model for model in models if not self.may_stay_whole(model, prepared)]
@@ -72,11 +73,11 @@ class PreparedModel:
                 return
 
     def evaluates(self, model: nn.Module) -> None:
-        """The script says that ``model`` is not trained."""
+        """Note that the script declares ``model`` as not trained."""
         self._evaluated.append(model)
 
     def may_stay_whole(self, model: nn.Module, prepared: Iterable[Optimizer]) -> bool:
-        """Whether ``model`` need not be spread, as far as one knows, with the optimizers that are ``prepared``."""
+        """Whether ``model`` need not be partitioned, given the ``prepared`` optimizers."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return True
         known = [*prepared, *self._coming]
@@ -84,7 +85,7 @@ class PreparedModel:
         return is_evaluated or (not model.training and not _is_trained_by(known, model))
 
     def other_of(self, optimizer: Optimizer) -> nn.Module | None:
-        """One of :attr:`others` that ``optimizer`` trains, if there is one."""
+        """Return one of :attr:`others` that ``optimizer`` trains, if any."""
         return next((model for model in self.others if _is_trained_by([optimizer], model)), None)
 
 
@@ -96,15 +97,14 @@ def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
 
 
 class TrainingHooks(HookBase):
-    """See the module docstring."""
+    """Methods of the Accelerator for preparation, gradients and the end of training."""
 
     def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is prepared yet."""
+        """Create the state of these hooks; nothing is prepared yet."""
         super().begin(session, plugin)
         call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
-        self._smp_calls: ModelCalls | None = None
-        self._smp_unprepared: Unprepared | None = None
+        self._smp_unprepared: UnpreparedOptimizers | None = None
         self._smp_models = PreparedModel()
         config = session.config
         self._smp_scaler: GradScaler | None = None
@@ -115,12 +115,12 @@ class TrainingHooks(HookBase):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Scales losses, where anything computes in float16; all ranks agree on what has overflowed."""
+        """Loss scaler, if anything computes in float16; all ranks agree on overflows."""
         return self._smp_scaler
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
-        """Accelerate has made one, or none, after the precision that it was asked for."""
+        """Replace the scaler that Accelerate made for its own ``mixed_precision``, if any."""
         if given is not None:
             config = self.smp.config
             asked = config.loss_scale is not None or config.rules_given
@@ -132,7 +132,7 @@ class TrainingHooks(HookBase):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare all of ``args``, in any order; the model is spread over the ranks when it is called first."""
+        """Prepare all of ``args``, in any order; the model is partitioned over the ranks at its first call."""
         models = [each for each in args if isinstance(each, nn.Module)]
         optimizers = unwrapped(each for each in args if isinstance(each, Optimizer))
         self._smp_models.begin(models, optimizers, unwrapped(self._optimizers))
@@ -141,7 +141,7 @@ class TrainingHooks(HookBase):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Let the engine answer calls of ``model``. Collective."""
+        """Route calls of ``model`` to the engine. Collective."""
         if getattr(model, "_is_accelerate_prepared", False):
             if not any(model is each for each in self._models):
                 raise prepared_elsewhere(model)
@@ -150,36 +150,38 @@ class TrainingHooks(HookBase):
         is_other = self._smp_is_other(model, evaluation_mode)
         restore_left(model)
         own = vars(model).get("forward")
-        # Only placement and autocast: what Accelerate does for several processes is not for ours.
+        # In evaluation mode Accelerate adds autocast only, and none of its own data parallelism.
         super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if self.device_placement if device_placement is None else device_placement:
-            # What has no values yet gets them where they belong.
+            # Meta tensors get their values later, on their own stage.
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         if is_other:
             self._smp_models.others.append(model)
             return model
-        vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
+        vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         handler = self.ddp_handler
         engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
         engine.attach(model)
-        engine.known = self.read_last
-        guesses = BackwardPrediction(
+        loader = ActiveLoader(self.smp, self.gradient_state)
+        engine.known = loader.last_read
+        prediction = BackwardPrediction(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
-        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
-        self._smp_calls.install()
+        # `model.forward` now has Accelerate's autocast around it, which calls keep; `own` is what `remove` restores.
+        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own)
+        self.smp.calls.install()
         give_no_sync(model, self.smp, self.no_sync)
-        self._smp_unprepared = Unprepared(
+        self._smp_unprepared = UnpreparedOptimizers(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
         )
         self._smp_attach()
         return model
 
     def _smp_is_other(self, model: nn.Module, evaluation_mode: bool) -> bool:
-        """Whether ``model`` is kept whole on every rank. One that is spread already may give way to it. Collective."""
-        models, holder = self._smp_models, None if self._smp_calls is None else self._smp_calls.model
+        """Whether ``model`` is kept whole on every rank. A partitioned one may give way to it. Collective."""
+        models, holder = self._smp_models, None if self.smp.calls is None else self.smp.calls.model
         if next(model.parameters(), None) is None:
             return True
         if evaluation_mode:
@@ -192,20 +194,20 @@ class TrainingHooks(HookBase):
             assert engine is not None
             engine.restore_everywhere()
             engine.detach()
-            self._smp_leave_spread(engine)
+            self._smp_leave_partitioned(engine)
             models.others.append(holder)
         elif first is not None and first is not model:
             raise second_model(model, first)
         return False
 
     def _smp_refuse(self, optimizer: Optimizer) -> None:
-        """Models that are whole are averaged over no replicas."""
+        """Refuse an optimizer of a whole model under replicas: its gradients are not averaged."""
         other = self._smp_models.other_of(optimizer)
-        if self.smp.num_data_ranks > 1 and other is not None and self._smp_calls is not None:
-            raise second_model(other, self._smp_calls.model)
+        if self.smp.num_data_ranks > 1 and other is not None and self.smp.calls is not None:
+            raise second_model(other, self.smp.calls.model)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Wrap ``optimizer``."""
+        """Wrap ``optimizer`` in an :class:`~smp_strategy.integrations.accelerate.optimizer.SMPOptimizer`."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
         prepared = SMPOptimizer(
@@ -219,7 +221,7 @@ class TrainingHooks(HookBase):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap ``scheduler``."""
+        """Wrap ``scheduler`` in an :class:`~smp_strategy.integrations.accelerate.optimizer.SMPScheduler`."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if getattr(scheduler, "optimizer", None) is each.optimizer]
@@ -234,18 +236,23 @@ class TrainingHooks(HookBase):
         return prepared
 
     def _smp_attach(self) -> None:
-        """Tell the engine which optimizers there are."""
-        if self._smp_calls is None or not self._optimizers:
+        """Register the prepared optimizers with the engine."""
+        if self.smp.calls is None or not self._optimizers:
             return
         optimizers = unwrapped(self._optimizers)
-        refuse_foreign(self._smp_calls.model, optimizers)
-        self.smp.engine.attach(self._smp_calls.model, optimizers)
+        refuse_foreign(self.smp.calls.model, optimizers)
+        self.smp.engine.attach(self.smp.calls.model, optimizers)
 
     # Between forward and the optimizer's step
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward as Accelerate does; raise the error of an asynchronous save that failed meanwhile."""
+        self.smp.background.check()
+        super().backward(loss, **kwargs)
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Calls in here do not end the accumulation window."""
+        """Context whose calls do not end the accumulation window."""
         self.smp.syncs_blocked += 1
         try:
             yield
@@ -253,7 +260,7 @@ class TrainingHooks(HookBase):
             self.smp.syncs_blocked -= 1
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the scale of the loss, if it was scaled and they are not divided yet. Collective."""
+        """Divide gradients by the loss scale, if the loss was scaled and they are not unscaled yet. Collective."""
         if self._smp_scaler is None or not self.smp.has_engine:
             return
         self.smp.engine.reduce_gradients()
@@ -265,8 +272,8 @@ class TrainingHooks(HookBase):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip by the norm over the gradients of all ranks; returns the norm before, everywhere. Collective."""
-        if not self._smp_is_spread():
+        """Clip by the global norm over the gradients of all ranks; return the norm before clipping. Collective."""
+        if not self._smp_is_partitioned():
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
         self._smp_make_final()
@@ -274,62 +281,68 @@ class TrainingHooks(HookBase):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each element of the gradients. Collective."""
-        if not self._smp_is_spread():
+        if not self._smp_is_partitioned():
             super().clip_grad_value_(parameters, clip_value)
             return
         self._smp_make_final()
         with self.smp.engine.views.put_aside():
             torch.nn.utils.clip_grad_value_(_listed(parameters), clip_value)
 
-    def _smp_is_spread(self) -> bool:
+    def _smp_is_partitioned(self) -> bool:
         return self.smp.has_engine and self.smp.engine.partition is not None
 
     def _smp_make_final(self) -> None:
-        """Add up what ranks have of gradients, and divide it by the scale of the loss."""
+        """Reduce gradients over ranks and unscale them."""
         self.smp.engine.reduce_gradients()
         self.unscale_gradients()
 
     # The end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
+        """Release everything that is prepared; a model is whole again when it is prepared again."""
+        self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
-            engine.detach(failed=True)  # as if: nobody may need the values, and restoring them takes memory
-            self._smp_leave_spread(engine)
+            engine.detach(failed=True)  # as after a failure: skips restoring the values, which takes memory
+            self._smp_leave_partitioned(engine)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        """End trackers, and restore the model as option ``restore_module`` says. Collective."""
+        self.smp.settle()
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach()
-            self._smp_leave_spread(engine)
+            self._smp_leave_partitioned(engine)
         super().end_training()
 
     def _smp_remove(self) -> Engine | None:
-        """Undo what was done to the model, if one is prepared."""
-        if self._smp_calls is None:
+        """Undo all changes to the model, if one is prepared."""
+        if self.smp.calls is None:
             return None
         assert self._smp_unprepared is not None
         self._smp_unprepared.end()
-        self._smp_calls.remove()
-        take_no_sync(self._smp_calls.model)
+        self.smp.calls.remove()
+        take_no_sync(self.smp.calls.model)
         return self.smp.engine
 
-    def _smp_leave_spread(self, engine: Engine) -> None:
-        assert self._smp_calls is not None
+    def _smp_leave_partitioned(self, engine: Engine) -> None:
+        assert self.smp.calls is not None
         if engine.is_spread:
-            leave_spread(self._smp_calls.model, engine)
+            leave_spread(self.smp.calls.model, engine)
             self.smp.let_go()
-        self._smp_calls = self._smp_unprepared = None
+        self.smp.calls = self._smp_unprepared = None
         self.smp.close()
 
     def _smp_leave(self) -> None:
-        """The process ends. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
-        if hasattr(sys, "last_value"):  # with an error that nobody has caught
+        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+        try:
+            self.smp.background.wait()
+        except Exception as error:
+            warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
+        if hasattr(sys, "last_value"):  # an uncaught error: other ranks may never come to a collective
             return
         self.smp.close()
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What cannot be served, said when the Accelerator is made or an object is prepared, and not later."""
+"""Validation of unsupported options and objects, when the Accelerator is made or an object is prepared."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _OTHERS = {
 
 
 def problems_of_base(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with ``given`` values for the fields of Accelerate's own ``ParallelismConfig``."""
+    """List problems with ``given`` values for the fields of Accelerate's own ``ParallelismConfig``."""
     found = []
     for name, value in sorted(given.items()):
         if value is None or (name.endswith("_size") and value == 1):
@@ -48,7 +48,7 @@ def problems_of_base(given: Mapping[str, Any]) -> list[str]:
 
 
 def problems_of_accelerator(accelerator: Any, config: SMPConfig) -> list[str]:
-    """What else the Accelerator was asked for that contradicts the plugin."""
+    """List other settings of the Accelerator that contradict the plugin."""
     found = []
     state = accelerator.state
     kind = state.distributed_type
@@ -130,7 +130,7 @@ def refuse_foreign(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 def second_model(model: nn.Module, first: nn.Module) -> UnsupportedError:
-    """That there can be one model only."""
+    """Error about a second trained model in one Accelerator."""
     kinds = type(model).__name__, type(first).__name__
     which = "another" if kinds[0] == kinds[1] else "a"
     return UnsupportedError(
@@ -143,7 +143,7 @@ def second_model(model: nn.Module, first: nn.Module) -> UnsupportedError:
 
 
 def prepared_elsewhere(model: nn.Module) -> SMPError:
-    """That another Accelerator spreads it."""
+    """Error about a model that another Accelerator has prepared."""
     return SMPError(
         f"This {type(model).__name__} was prepared by another Accelerator, which still spreads it. Go on with that "
         "one, or call its `free_memory()` first."

@@ -1,18 +1,19 @@
-"""Resumable iteration over data loaders, whose draws a :class:`~smp_strategy.distributed.rng_sync.LoaderState` says.
+"""Resumable iteration over data loaders, with random draws synchronised across ranks.
 
-Who goes on with a run in the middle of a pass needs the batches that have not been given yet, in the order of that
-pass, with the random numbers that would have been drawn for them. Data loaders do not know how far they have come. So a
-pass notes where all generators were when it began, and counts batches [1]. To go on, a new pass begins with these
-generators: its sampler gives the same order again. Then it is brought to the place in one of three ways.
+A :class:`~smp_strategy.distributed.rng_sync.LoaderState` controls the draws. To resume in the middle of a pass, a run
+needs the remaining batches in the order of that pass, with the random numbers that would have been drawn for them. Data
+loaders do not know their position. So a pass records the states of all generators at its beginning, and counts batches
+[1]. A resumed pass begins with these generators, so its sampler gives the same order, and is brought to the position in
+one of three ways.
 
-2. The loader has a ``state_dict`` (torchdata's StatefulDataLoader): that brings it there.
-3. Samples are read one by one in this process: indices are passed over, no sample is read. That draws nothing but what
-   the sampler draws. So it leads to the same numbers only if the sampler draws all of them for the first batch, as
-   torch's do, or if nobody but the sampler draws; which can be seen.
-4. Else batches are read and dropped: workers have generators of their own, and an iterable dataset may do anything.
+2. The loader has a ``state_dict`` (torchdata's StatefulDataLoader), which is loaded.
+3. Samples are read one by one in this process: indices are skipped without reading samples. Only the draws of the
+   sampler are repeated then. That leads to the same numbers only if the sampler draws all of them for the first batch,
+   as torch's do, or if nothing but the sampler draws, which is checked.
+4. Otherwise batches are read and dropped: workers have their own generators, and an iterable dataset may do anything.
 
-Generators are then set to where they were after the last batch. Batches that were asked for but not used yet (Lightning
-fetches one ahead from a loader without a length) are read again as they were, with the numbers of then [5].
+Generators are then set to their states after the last batch. Batches that were fetched but not used yet (Lightning
+prefetches one from a loader without a length) are read again with the random numbers of their first reading [5].
 """
 
 import warnings
@@ -33,7 +34,7 @@ from smp_strategy.errors import CheckpointError
 __all__ = ["LoaderPass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
 _END = object()
-# How often others may draw from the stream of a pass before that is too much to note.
+# Limit of recorded positions at which others have drawn from the stream of a pass.
 _MAX_JUMPS: Final = 64
 
 
@@ -45,7 +46,7 @@ def follow(loader: DataLoader[Any], reading: LoaderState) -> None:
 
 
 def pass_of(loader: Any) -> "LoaderPass | None":
-    """The latest pass over ``loader``, if it follows a reading and the pass is still in use."""
+    """Latest pass over ``loader``, if the loader follows a reading and the pass is still in use."""
     if not isinstance(loader, _FollowingLoader) or loader.smp_pass is None:
         return None
     return loader.smp_pass()
@@ -66,7 +67,7 @@ def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
 class _FollowingLoader(DataLoader[Any]):
     smp_reading: LoaderState
     smp_stock: type[DataLoader[Any]]
-    smp_pass: "weakref.ref[LoaderPass] | None" = None  # who iterates keeps it, and workers with it
+    smp_pass: "weakref.ref[LoaderPass] | None" = None  # the iterating code keeps it, and workers with it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kept = {name: value for name, value in vars(self).items() if name != "smp_pass"}
@@ -78,7 +79,7 @@ class _FollowingLoader(DataLoader[Any]):
         return found
 
     def smp_iterate(self) -> Iterator[Any]:
-        """A pass of the usual kind, whose batches come with their numbers of samples."""
+        """Begin an ordinary pass, whose batches carry their number of samples."""
         collate, puts_together = self.collate_fn, self.batch_size is not None or self.batch_sampler is not None
         if not puts_together:
             return super().__iter__()
@@ -96,10 +97,10 @@ class _CountedBatch(NamedTuple):
 
 @final
 class _Counting:
-    """Puts samples together, and says how many there were; it goes to workers.
+    """Collate function that also records the number of samples; it is sent to workers.
 
     Args:
-        collate: puts them together.
+        collate: the loader's collate function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -113,9 +114,10 @@ class _Counting:
 
 
 def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Paths of lists of one tensor of each sample, where sizes alone would not say so: they are as many as the samples.
+    """Yield paths of lists with one tensor per sample that sizes alone cannot tell from lists of views.
 
-    Views of all samples are tensors that were made when they were put together.
+    The lengths of such a list and of its tensors both equal the number of samples. Tensors that the collate function
+    took over from the samples are samples; views of all samples are made by the collate function.
     """
     if isinstance(tree, Mapping):
         for key, item in tree.items():
@@ -140,11 +142,11 @@ class _Stateful(Protocol):
 
 @final
 class LoaderPass:
-    """What is iterated: batches of one pass over a loader.
+    """Iterator over the batches of one pass over a loader, with a position that can be saved and restored.
 
     Args:
-        loader: whose.
-        iterate: begins a pass of its own.
+        loader: the loader.
+        iterate: begins an ordinary pass.
     """
 
     def __init__(self, loader: _FollowingLoader, iterate: Callable[[], Iterator[Any]]) -> None:
@@ -153,9 +155,9 @@ class LoaderPass:
         self._reading = loader.smp_reading
         self._generators = generators_of(loader)
         self._is_new = True
-        self._place: Mapping[str, Any] | None = None  # to go on from with the next batch
+        self._place: Mapping[str, Any] | None = None  # position to resume from at the next batch
         self._ready: deque[Any] = deque()
-        self._latest: tuple[BatchSource | None, ...] = ()  # of the last two batches
+        self._latest: tuple[BatchSource | None, ...] = ()  # origins of the last two batches
         self._begin()
 
     def _begin(self) -> None:
@@ -199,7 +201,7 @@ class LoaderPass:
         return self._given(found)
 
     def _given(self, found: Any) -> Any:
-        """A batch, of which is noted how many samples it has."""
+        """Record the number of samples of a batch, and return the batch."""
         batch, read = found if isinstance(found, _CountedBatch) else (found, None)
         self._latest = (*self._latest[-1:], read)
         self._reading.arrived(batch, read)
@@ -207,7 +209,7 @@ class LoaderPass:
 
     @property
     def read_before(self) -> BatchSource | None:
-        """What is known of the batch before the last one, for who reads one batch ahead; at the end, of the last."""
+        """Origin of the second to last batch, for callers that read one batch ahead; at the end, of the last batch."""
         return self._latest[-1 if self._is_over else 0] if self._latest else None
 
     def __len__(self) -> int:
@@ -222,10 +224,10 @@ class LoaderPass:
     def _generator_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    # To go on with it
+    # Saving and resuming
 
     def _note(self) -> None:
-        """Where everything is before the next batch, and whether others have drawn from the stream."""
+        """Record the generator states before the next batch, and whether others have drawn from the stream."""
         self._before = self._reading.state(), self._generator_states()
         if self._before[0] != self._left:
             if len(self._jumps) < _MAX_JUMPS:
@@ -236,13 +238,13 @@ class LoaderPass:
             self._state_before = self._loader.state_dict()
 
     def place(self, num_unused: int = 0) -> dict[str, Any]:
-        """Where this pass is, for a file.
+        """Position of this pass, for a checkpoint.
 
         Args:
-            num_unused: batches that were asked for, but not used.
+            num_unused: number of batches that were fetched, but not used.
         """
         if self._place is not None:
-            return dict(self._place)  # nobody has asked for a batch since
+            return dict(self._place)  # no batch was requested since
         num_unused = 0 if self._is_over else num_unused
         found: dict[str, Any] = {
             "began": packed(self._began[0]),
@@ -262,14 +264,14 @@ class LoaderPass:
         return found
 
     def begin_again(self) -> None:
-        """Begin when the next batch is asked for, with the generators of then."""
+        """Restart when the next batch is requested, with the generators of that time."""
         self.go_on({})
 
     def go_on(self, place: Mapping[str, Any]) -> None:
-        """Go on from ``place`` when the next batch is asked for; the generators of the process are set by then."""
+        """Resume from ``place`` when the next batch is requested; the global generators are set by then."""
         self._place = place
         if self._loader.num_workers:
-            self._inner, self._loader._iterator = _Sized(self._loader), None  # ends workers
+            self._inner, self._loader._iterator = _LengthOnly(self._loader), None  # ends workers
         self._ready.clear()
 
     def _go_on(self, place: Mapping[str, Any]) -> None:
@@ -296,7 +298,7 @@ class LoaderPass:
         self._left = None if place["others_drew"] else self._reading.state()
 
     def _set_generators(self, states: list[Tensor]) -> None:
-        if len(states) == len(self._generators):  # else the loader is another one now
+        if len(states) == len(self._generators):  # otherwise the loader is a different one now
             set_generators(self._generators, states)
 
     def _restart(self) -> None:
@@ -305,7 +307,7 @@ class LoaderPass:
         self._inner = self._iterate()
 
     def _pass_over(self, number: int, place: Mapping[str, Any], state: RngState) -> bool:
-        """Pass over the indices of the first batches; ``False``: that does not lead to the same numbers."""
+        """Skip the indices of the first batches; ``False``: that does not lead to the same random numbers."""
         if self._loader.num_workers or isinstance(self._loader.dataset, IterableDataset):
             return False
         self._restart()
@@ -320,7 +322,7 @@ class LoaderPass:
             before, here = here, _flat(global_state(), self._generator_states())
             if done:
                 has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
-        if place.get("is_of_others"):  # there are no such numbers
+        if place.get("is_of_others"):  # there are no numbers to compare with
             return True
         there = _flat(state, place["generators_before" if place["num_unused"] else "generators"])
         if len(there) != len(here):
@@ -355,13 +357,13 @@ class LoaderPass:
             ) from None
 
 
-class _Sized:
-    """In the place of a pass of which nothing but the length is asked for."""
+class _LengthOnly:
+    """Placeholder for a pass of which only the length is still needed."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> "_Sized":
+    def __iter__(self) -> "_LengthOnly":
         return self
 
     def __next__(self) -> Any:
@@ -376,22 +378,22 @@ def _flat(state: RngState, generators: Iterable[Tensor]) -> list[Any]:
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Samples of a batch of ``loader``; ``None``: nobody knows."""
+    """Number of samples in a batch of ``loader``; ``None`` if unknown."""
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
-    """Let each go on from its state."""
+    """Set each generator to its state."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Those that the loader, its samplers and its dataset bring along."""
+    """Generators of the loader, its samplers and its dataset."""
     holders: list[Any] = [loader, loader.dataset, loader.sampler]
     batches = loader.batch_sampler
-    while batches is not None:  # samplers of a part of the batches are around one of all
+    while batches is not None:  # a sampler of a part of the batches wraps one of all
         holders += [batches, getattr(batches, "sampler", None)]
         batches = getattr(batches, "batch_sampler", None)
     found = [getattr(holder, "generator", None) for holder in holders]

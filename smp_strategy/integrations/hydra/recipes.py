@@ -1,8 +1,8 @@
-"""Recipe names as Hydra options.
+"""Recipe names as Hydra options, by a config source.
 
 Degrees combine freely, so files for ``pp2``, ``pp4_mb16``, ``pp8_mb64`` ... would never end. A Hydra *config source*
-answers instead: asked for ``smp/<name>.yaml`` it parses the name and returns the typed node. Files come earlier in
-the search path, so a documented file of the same name is used where there is one.
+answers instead: asked for ``smp/<name>.yaml`` it parses the name and returns the typed node. Files come earlier in the
+search path, so an existing documented file of the same name takes precedence.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ __all__ = ["RecipeSource", "schema"]
 
 GROUP = "smp"
 TARGET = "smp_strategy.SMPStrategy"
-# What `--help` shows next to the files: enough to guess the grammar.
+# Shown by `--help` next to the files: enough to guess the grammar.
 EXAMPLES = ["pp2_mb16", "pp4_1f1b_v2"]
 
 
 def schema(**options: Any) -> DictConfig:
-    """The typed node of the group ``smp``: ``_target_`` and every field of :class:`SMPConfig`.
+    """Typed node of the group ``smp``: ``_target_`` and every field of :class:`SMPConfig`.
 
-    It is made from :class:`SMPConfig`, so the two cannot drift apart. OmegaConf has no ``Literal`` and no union of a
-    number and a list; those fields are plain strings, or anything, here, and :class:`SMPConfig` checks them when the
+    It is generated from :class:`SMPConfig`, so the two cannot drift apart. OmegaConf has no ``Literal`` and no union of
+    a number and a list; those fields are plain strings, or ``Any``, here, and :class:`SMPConfig` checks them when the
     strategy is built.
     """
     hints = typing.get_type_hints(SMPConfig)
@@ -47,7 +47,7 @@ def schema(**options: Any) -> DictConfig:
 
 
 def _in_omegaconf(hint: Any) -> Any:
-    """The nearest type that OmegaConf has for an option of the type ``hint``."""
+    """Nearest OmegaConf type for an option of the type ``hint``."""
     if typing.get_origin(hint) is Literal:
         return str
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
@@ -60,15 +60,15 @@ def _in_omegaconf(hint: Any) -> Any:
 
 @final
 class RecipeSource(ConfigSource):
-    """The part of the search path named ``smp://``: one group whose options are all recipe names."""
+    """Config source of the search path entry ``smp://``: one group whose options are all recipe names."""
 
     @staticmethod
     def scheme() -> str:
-        """The scheme in the search path."""
+        """Scheme in the search path."""
         return GROUP
 
     def available(self) -> bool:
-        """Nothing has to be on disk."""
+        """Always true: nothing has to be on disk."""
         return True
 
     def is_group(self, config_path: str) -> bool:
@@ -76,16 +76,16 @@ class RecipeSource(ConfigSource):
         return config_path.strip("/") in ("", GROUP)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether this source answers for ``config_path``.
+        """Whether this source provides ``config_path``.
 
-        Every name in the group counts, except those of the ConfigStore, which Hydra asks last. A name that is no
-        recipe then fails in :meth:`load_config`, with a sentence that says which part of it is not understood.
+        Every name in the group counts, except those of the ConfigStore, which Hydra asks last. An invalid recipe name
+        then fails in :meth:`load_config`, with a message that says which part of it is not understood.
         """
         group, _, name = self._normalize_file_name(config_path.strip("/")).partition("/")
         return group == GROUP and "/" not in name and not self._is_stored(name)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The typed node that the recipe name stands for."""
+        """Typed node of a recipe name."""
         name = self._normalize_file_name(config_path).removeprefix(f"{GROUP}/").removesuffix(".yaml")
         try:
             node = schema(**parse_recipe(name))
@@ -96,7 +96,7 @@ class RecipeSource(ConfigSource):
         return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """A few examples; the options cannot be listed."""
+        """Return a few examples; the options cannot be listed."""
         if config_path.strip("/") == GROUP:
             return [] if results_filter == ObjectType.GROUP else EXAMPLES
         return [] if results_filter == ObjectType.CONFIG else [GROUP]

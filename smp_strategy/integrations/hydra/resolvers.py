@@ -1,9 +1,9 @@
-"""Small functions for configuration files: ``${smp_now:%H-%M}``, ``${smp_rank0:.hydra}``, ...
+"""OmegaConf resolvers for configuration files: ``${smp_now:%H-%M}``, ``${smp_rank0:.hydra}``, ...
 
 Hydra names the run directory by the clock. Under ``torchrun`` or ``srun`` every rank composes its own configuration,
-so every rank would read its own clock and open its own directory. Here the ranks agree on one moment before they
-format it: under ``torchrun`` through the store that the launcher already serves, under SLURM by the job's start time.
-The store is also the memory: whoever asks later, in the same run, gets the same moment.
+so every rank would read its own clock and open its own directory. Here the ranks agree on one time before they format
+it: under ``torchrun`` through the store that the launcher serves, under SLURM by the job's start time. The store keeps
+the time, so later calls in the same run get the same one.
 """
 
 import os
@@ -25,13 +25,13 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def register_resolvers() -> None:
-    """Register the five resolvers with OmegaConf; calling it again does no harm.
+    """Register the five resolvers with OmegaConf; may be called repeatedly.
 
-    ``smp_now``         the start of the run in ``strftime`` format, the same on every rank
+    ``smp_now``         start time of the run in ``strftime`` format, the same on every rank
     ``smp_rank0``       its argument on global rank 0, ``null`` elsewhere
-    ``smp_ranksuffix``  its argument, with ``_rank1`` and so on behind it on the other ranks
-    ``smp_divide``      a whole number divided by another; it is an error if a remainder is left
-    ``smp_num_ranks``   how many ranks a node of the group ``smp`` needs at least; ``null`` where it does not say
+    ``smp_ranksuffix``  its argument, followed by ``_rank1`` and so on on the other ranks
+    ``smp_divide``      integer quotient of two numbers; a remainder is an error
+    ``smp_num_ranks``   minimum number of ranks of a node of the group ``smp``; ``null`` if it is unspecified
     """
     environ = os.environ
     OmegaConf.register_new_resolver(
@@ -49,13 +49,13 @@ def register_resolvers() -> None:
 
 
 def with_rank(name: str, rank: int) -> str:
-    """``name`` for rank 0 and ``name_rank1`` for rank 1; our launcher may have put it there already."""
+    """Return ``name`` for rank 0 and ``name_rank1`` for rank 1; our launcher may have added the suffix already."""
     suffix = f"_rank{rank}" if rank else ""
     return name if name.endswith(suffix) else name + suffix
 
 
 def global_rank(environ: Mapping[str, str]) -> int:
-    """The rank that the launcher gave this process; 0 where there is no launcher."""
+    """Rank of this process as set by the launcher; 0 without a launcher."""
     for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         if variable in environ:
             return int(environ[variable])
@@ -63,7 +63,7 @@ def global_rank(environ: Mapping[str, str]) -> int:
 
 
 def agreed_start_time(environ: Mapping[str, str]) -> float:
-    """Seconds since the epoch, the same on every rank of a run.
+    """Start time in seconds since the epoch, the same on every rank of a run.
 
     Raises:
         ConfigError: ``SMP_START_TIME`` is set, but is not a number.
@@ -80,7 +80,7 @@ def agreed_start_time(environ: Mapping[str, str]) -> float:
 
 
 def _from_agent_store(environ: Mapping[str, str]) -> float:
-    from torch.distributed import TCPStore  # only here: composing a configuration does not import torch elsewhere
+    from torch.distributed import TCPStore  # imported here so that composing a configuration does not import torch
 
     store = TCPStore(
         environ["MASTER_ADDR"],
@@ -94,10 +94,10 @@ def _from_agent_store(environ: Mapping[str, str]) -> float:
 
 
 def divide(whole: int, parts: int) -> int:
-    """``whole / parts`` as a whole number.
+    """Integer quotient ``whole / parts``.
 
     Raises:
-        ConfigError: a remainder would be left.
+        ConfigError: there is a remainder.
     """
     if parts < 1 or whole % parts:
         raise ConfigError(f"{whole} does not divide into {parts} equal parts. Choose numbers that do.")
@@ -105,14 +105,14 @@ def divide(whole: int, parts: int) -> int:
 
 
 def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
-    """How many ranks ``layout`` needs at least: stages x ranks that split layers x ranks of a shard group x replicas.
+    """Minimum number of ranks of ``layout``: product of pipeline, tensor and shard degree and number of replicas.
 
     Args:
         layout: a node of the group ``smp``.
-        name: what it was chosen by; ``mics2x4`` speaks of four replicas. To deal out state takes two.
+        name: recipe name of the node; ``mics2x4`` names four replicas. Sharding optimizer state takes two.
 
     Returns:
-        ``None`` where as many stages as there are ranks are wanted.
+        ``None`` if the number of stages is that of the ranks.
     """
     stages = layout.get("pipeline_parallel_degree")
     shards, deals_out = layout.get("sharded_data_parallel_degree", 1), layout.get("shard_optimizer_state")

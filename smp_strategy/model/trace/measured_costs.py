@@ -34,9 +34,6 @@ class Measured:
     """Rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
     """Speed of each rank, relative to the fastest; empty: all are alike, or none was measured."""
-    crowding: float = 1.0
-    """Slowdown while all ranks work at once instead of a single one, because the machine of rank 0 has fewer cores than
-    ranks; 1: there are enough."""
     notes: tuple[str, ...] = ()
     """Things that were not measured, with reasons."""
 

@@ -1,9 +1,9 @@
-"""How a stage that has too little memory gets by: which of its units keep less for backward, and what that costs.
+"""Selective recomputation and offload: chooses which units of a stage drop activations to fit the memory limit.
 
-The step is simulated as if all units kept everything. Where that is too much, the moments at which the stage is full
-are those of its plan, and :mod:`smp_strategy.planning.activation_budget.knapsack` finds the choice for its units that
-takes the least time and fits at all of them. Units that take longer may change the plan, so the step is simulated
-again; what is too full then joins the moments. All of it is a function of plain data.
+The step is simulated with all units keeping everything. If a stage exceeds its limit, the fullest moments of its plan
+become constraints, and :mod:`smp_strategy.planning.activation_budget.knapsack` finds the fastest choice for its units
+that satisfies all of them. Units that take longer may change the plan, so the step is simulated again, and moments that
+exceed the limit then are added to the constraints. All functions work on plain data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,35 +30,35 @@ from smp_strategy.planning.schedule.peak_memory import (
 
 __all__ = ["CallTable", "Microbatch", "ActivationPlan", "SimulatedStep", "relieve"]
 
-# Times that a step is simulated anew, because other moments are the fullest.
+# Most simulations of a step: each may add moments to the constraints.
 MOST_ROUNDS = 8
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """What becomes of what units would keep for backward: what is decided, and what may be."""
+    """Recomputation and offload of activations: fixed choices per unit, and the range of the free ones."""
 
     machine: Machine
-    """Models the part of a forward that is done again, and copies to the host."""
+    """Performance model for recomputation and copies to the host."""
     fixed: Treatments = field(default_factory=dict)
-    """Of units; others keep everything, or are free."""
+    """Fixed choices by unit; other units keep everything, or are free."""
     free: frozenset[str] = frozenset()
-    """Units for which the best is chosen."""
+    """Units whose choice is optimized."""
     may_offload: bool = False
-    """Whether that may be host memory."""
+    """Whether free units may offload to host memory."""
     may_keep_products: bool = True
-    """Whether a unit may keep the results of its products and compute only the rest again."""
+    """Whether free units may keep the results of matrix products and recompute only the rest."""
     preserve_rng_state: bool = True
-    """Whether what is computed again draws the same random numbers."""
+    """Whether recomputation draws the same random numbers."""
     min_bytes: int = 0
-    """What is smaller stays on the device."""
+    """Size from which tensors are offloaded; smaller ones stay on the device."""
     horizon: int = DEFAULT_HORIZON
-    """How far ahead of its use something comes back from there."""
+    """Actions by which copies from host memory come ahead of their use."""
 
     @property
     def choices(self) -> tuple[ActivationPolicy, ...]:
-        """For units that are free; the first is preferred where it does not matter."""
+        """Choices for a free unit; the first is preferred among equally good ones."""
         again: tuple[Recompute, ...] = ("no", "cheap", "all") if self.may_keep_products else ("no", "all")
         ways = product((False, True) if self.may_offload else (False,), again)
         return tuple(
@@ -67,7 +67,7 @@ class ActivationPlan:
         )
 
     def taking(self, treatments: Treatments) -> "ActivationPlan":
-        """The same, where ``treatments`` are those of units that are free otherwise."""
+        """Copy in which the free units named by ``treatments`` are fixed."""
         taken = {name: treatment for name, treatment in treatments.items() if name in self.free}
         return replace(self, fixed={**self.fixed, **taken}, free=self.free.difference(taken))
 
@@ -78,7 +78,7 @@ class ActivationPlan:
         return treated(trace, work, treatments, stage_of, machine=self.machine, min_bytes=self.min_bytes)
 
     def least_kept(self, trace: Trace, work: Mapping[int, Work]) -> tuple[Trace, dict[int, Work]]:
-        """Events with the least bytes and the least work that may become of them: bounds, and no candidate."""
+        """Lower bounds: events with the least bytes and the least work under any choice (no feasible candidate)."""
         trace, work = self.treated(trace, work, self.fixed, {})
         events = [
             event._replace(
@@ -94,13 +94,13 @@ class ActivationPlan:
         return replace(trace, events=events), dict(work)
 
     def flow(self, microbatch: "Microbatch", treatments: Treatments) -> Flow:
-        """The segment graph under ``treatments``."""
+        """Segment graph under ``treatments``."""
         stage_of = microbatch.stage_of
         trace, work = self.treated(microbatch.trace, microbatch.work, treatments, stage_of)
         return self._with_copies(route(trace, stage_of, microbatch.num_stages, work).at_speeds(microbatch.speeds))
 
     def _with_copies(self, flow: Flow) -> Flow:
-        """``flow``, where a pass takes as long as its copies at least."""
+        """``flow`` with passes at least as long as their copies to and from the host."""
         if not self.machine.host.is_beside or not any(call.offloaded for calls in flow.kept.values() for call in calls):
             return flow
         longer = {}
@@ -114,24 +114,24 @@ class ActivationPlan:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What is simulated: a microbatch on stages."""
+    """Microbatch with a placement of its units on stages."""
 
     trace: Trace
     work: Mapping[int, Work]
     stage_of: Mapping[str, int]
     num_stages: int
     speeds: Sequence[float] = ()
-    """Of the stages; empty: all are alike."""
+    """Relative speeds of the stages; empty: all equal."""
 
 
 @final
 class CallTable:
-    """What every call costs under every choice, and what was chosen: asked again for each candidate of a partition.
+    """Cache over candidates of a partition: costs of every call under every choice, and solved knapsacks.
 
     Args:
-        relief: what may become of what units keep.
-        trace: a microbatch.
-        work: of its events.
+        relief: Fixed and free choices.
+        trace: Trace of a microbatch.
+        work: Work of its events.
     """
 
     def __init__(self, relief: ActivationPlan, trace: Trace, work: Mapping[int, Work]) -> None:
@@ -146,7 +146,7 @@ class CallTable:
         self._verdicts: dict[object, Selection | None] = {}
 
     def choose(self, units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selection | None:
-        """See :func:`smp_strategy.planning.activation_budget.knapsack.choose`."""
+        """Cached :func:`smp_strategy.planning.activation_budget.knapsack.choose`."""
         key = (tuple(map(tuple, units)), stock)
         if key not in self._verdicts:
             self._verdicts[key] = choose(units, stock)
@@ -154,13 +154,13 @@ class CallTable:
 
 
 class SimulatedStep(NamedTuple):
-    """A simulated step."""
+    """Simulated step with its peak memory."""
 
     plan: Plan
     peaks: tuple[int, ...]
-    """Bytes that each stage keeps for backward at most."""
+    """Peak bytes of activations of each stage."""
     treatments: Treatments
-    """Of all units that do not keep everything."""
+    """Choices of all units that do not keep everything."""
 
 
 def relieve(
@@ -170,14 +170,14 @@ def relieve(
     simulate: Callable[[Flow], Plan],
     table: CallTable | None = None,
 ) -> SimulatedStep:
-    """The fastest step that fits; if nothing is found that does, one that keeps as little as it can.
+    """The fastest step that fits its memory; if none is found, one that keeps as little as possible.
 
     Args:
-        relief: what may become of what units keep.
-        microbatch: what is simulated.
-        room: bytes for activations on each stage; ``None``: any number.
-        simulate: orders the work of a step.
-        table: of the calls, if there is one already.
+        relief: Fixed and free choices of recomputation and offload.
+        microbatch: Microbatch on its stages.
+        room: Bytes for activations on each stage; ``None``: unlimited.
+        simulate: Scheduler of a step.
+        table: Cached costs of the calls, if there are any.
     """
     search = _Search(relief, microbatch, room, simulate, table)
     found = search.simulated(relief.fixed)
@@ -195,7 +195,7 @@ def relieve(
 
 @final
 class _Search:
-    """For one partition. Arguments as for :func:`relieve`."""
+    """Search for one partition. Arguments as for :func:`relieve`."""
 
     def __init__(
         self,
@@ -210,30 +210,30 @@ class _Search:
         self._room = room
         self._simulate = simulate
         self._known: list[list[ActionMemory]] = [[] for _ in room]
-        # What the estimate of the choice lacks where units are called several times, or differ much.
+        # Bytes per stage by which the estimate was too low: units that are called several times, or differ much.
         self._missing = [0] * len(room)
         self._flow: Flow | None = None
         self._table = table
         self.has_hope = True
 
     def simulated(self, treatments: Treatments) -> SimulatedStep:
-        """A step under ``treatments``."""
+        """Simulated step under ``treatments``."""
         flow = self._flow = self._relief.flow(self._microbatch, treatments)
         plan = self._simulate(flow)
         used = {name: treatment for name, treatment in treatments.items() if not treatment.is_default}
         return SimulatedStep(plan, peak_saved_bytes(plan, flow, self._relief.horizon), used)
 
     def fits(self, found: SimulatedStep) -> bool:
-        """Whether no stage is too full."""
+        """Whether every stage is within its limit."""
         return not self.too_full(found)
 
     def too_full(self, found: SimulatedStep) -> list[int]:
-        """Stages that are."""
+        """Stages over their limit."""
         both = enumerate(zip(found.peaks, self._room, strict=True))
         return [stage for stage, (peak, most) in both if most is not None and peak > most]
 
     def chosen(self, stage: int, found: SimulatedStep) -> dict[str, ActivationPolicy]:
-        """What the units of ``stage`` do, so that it fits also at the moments of this plan."""
+        """Choices for the units of ``stage`` that fit at all known moments, with those of this plan."""
         room = self._room[stage]
         assert room is not None
         assert self._flow is not None
@@ -254,7 +254,7 @@ class _Search:
         host = self._relief.machine.host
         if not host.is_beside or not self._relief.may_offload:
             return MemoryBudget(most_bytes=(most,) * num_moments)
-        # What a microbatch computes anyway, forward and backward.
+        # Copies are hidden by the work of a microbatch, in forward and in backward.
         assert self._flow is not None
         mine = self._microbatch
         calls = [call for segment, calls in self._flow.kept.items() if segment.stage == stage for call in calls]
@@ -267,8 +267,8 @@ class _Search:
         )
 
     def _alternatives(self, stage: int, known: Sequence[ActionMemory]) -> list[tuple[str, list[Alternative]]]:
-        """For each unit on ``stage`` that is free, in the order of the program, and without a name for everything
-        else, what could become of it."""
+        """Alternatives of each free unit on ``stage``, in program order; everything else has no name and a single
+        alternative."""
         assert self._flow is not None
         segments = sorted(segment for segment in self._flow.kept if segment.stage == stage)
         calls: dict[object, list[tuple[SegmentId, KeptBytes]]] = {}
@@ -288,7 +288,7 @@ class _Search:
     def _alternative(
         self, calls: Sequence[tuple[SegmentId, KeptBytes]], known: Sequence[ActionMemory], number: int
     ) -> Alternative:
-        """What it comes to if the calls of a unit do what ``number`` of the choices says."""
+        """Costs of the calls of a unit under choice ``number``."""
         costs = [self._calls.costs[call.position][number] for _, call in calls]
         kept = [
             (segment, KeptBytes(call.name, each.saved_bytes, each.again_bytes, each.offloaded_bytes))
@@ -308,7 +308,7 @@ class _Search:
 
 
 def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: ActionMemory) -> MemoryUse:
-    """What calls of a unit add to a moment."""
+    """Bytes that calls of a unit add to a moment."""
     around = before = during = 0
     for segment, call in calls:
         around += moment.kept.get(segment, 0) * call.saved
@@ -321,7 +321,7 @@ def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: ActionMemory) ->
 
 
 def _least(alternatives: Sequence[Alternative]) -> int:
-    """The one that leaves the fewest bytes. While a unit's own backward runs all are alike."""
+    """The alternative that leaves the fewest bytes; during the unit's own backward all are alike."""
 
     def left(number: int) -> tuple[int, int]:
         loads = alternatives[number].loads

@@ -1,10 +1,9 @@
-"""What a call costs under a treatment: time that is added, bytes that stay, that come back, and that are copied.
+"""Cost of recomputing or offloading the activations of a unit call: seconds added, bytes kept, recomputed and copied.
 
-Work that is done again counts as input gradients, for whoever waits for these waits for it as well; and so does the
-whole backward of a unit that is computed again, which is not split. A measured forward
-gives the scale: the part that is done again takes the same share of it as of the modelled one. Copies to host memory
-take time of their own where nobody computes meanwhile; elsewhere they are hidden, as far as there is work to hide them.
-So is the Python that runs per kernel, where a device computes beside the host.
+Recomputation counts as input gradient, because passes that wait for input gradients wait for it as well; so does the
+whole backward of a recomputed unit, which is never split. A measured forward sets the scale: the recomputed part takes
+the same share of it as of the modelled one. Copies to host memory take time of their own on a CPU; on an accelerator
+they overlap with compute, as far as there is enough. So does the Python that runs per kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,50 +17,50 @@ from smp_strategy.model.trace.work import Work
 
 __all__ = ["CallCosts", "call_costs", "treated"]
 
-# Python per kernel that is run once more, and that is watched so that products need not be: on one core at 3 GHz.
+# Python overhead per recomputed kernel, and per kernel that is intercepted to keep products; a core at 3 GHz.
 REPEAT_SECONDS = 3e-6
 WATCH_SECONDS = 15e-6
 
 
 @final
 class CallCosts(NamedTuple):
-    """Of one call."""
+    """Costs of one call."""
 
     saved_bytes: int
-    """On the device from forward to backward."""
+    """Bytes on the device from forward to backward."""
     again_bytes: int = 0
-    """In addition while its backward runs."""
+    """Recomputed bytes, on the device during its backward."""
     offloaded_bytes: int = 0
-    """In host memory meanwhile."""
+    """Bytes in host memory from forward to backward."""
     again_seconds: float = 0.0
-    """Work that is done again."""
+    """Seconds of recomputation."""
     copy_seconds: float = 0.0
-    """Copies that nothing hides, each way."""
+    """Seconds of copies that do not overlap with compute, each way."""
 
 
 def call_costs(
     event: Event, treatment: ActivationPolicy, work: Work, machine: Machine, min_bytes: int = 0
 ) -> CallCosts:
-    """What a call costs under a treatment.
+    """Costs of a call under a choice of recomputation and offload.
 
     Args:
-        event: the call.
-        treatment: of its unit.
-        work: of the call, if it keeps everything.
-        machine: models what is not measured.
-        min_bytes: memories that are smaller stay on the device.
+        event: Event of the call.
+        treatment: Choice for its unit.
+        work: Work of the call if it keeps everything.
+        machine: Performance model.
+        min_bytes: Size from which tensors are offloaded.
     """
     if treatment.is_default or not event.saved_bytes:
         return CallCosts(event.saved_bytes)
     kept = event.kept
     if not kept.memories and treatment.recompute != "no":
-        # Nobody has looked: the inputs stay, and everything is done again.
+        # Saved tensors were not recorded: assume that inputs stay and everything is recomputed.
         inputs = sum(value.nbytes for value in event.inputs)
         return CallCosts(inputs, event.saved_bytes, 0, work.forward)
     stays, leaves, again_bytes, again_seconds = 0, 0, 0, 0.0
     if treatment.recompute == "no":
         mine = [memory for memory in kept.memories if memory.is_saved]
-        # Measured bytes may be others than those of the dry run.
+        # Measured bytes may differ from those of the dry run.
         stays = event.saved_bytes - sum(memory.nbytes for memory in mine)
     else:
         origins = ("input",) if treatment.recompute == "all" else ("input", "product")
@@ -73,7 +72,7 @@ def call_costs(
         python = kept.again.kernels * (REPEAT_SECONDS if treatment.recompute == "all" else WATCH_SECONDS)
         again_seconds += max(0.0, python - work.forward) if machine.host.is_beside else python
     if treatment.offload:
-        # Of a call that is computed again inputs go out, and products that are kept stay.
+        # A recomputed call offloads its inputs and keeps products on the device.
         leaving = [memory for memory in mine if treatment.recompute == "no" or memory.origin == "input"]
         leaves = sum(memory.nbytes for memory in leaving if memory.nbytes >= min_bytes)
     stays = max(0, stays + sum(memory.nbytes for memory in mine) - leaves)
@@ -90,15 +89,15 @@ def treated(
     machine: Machine,
     min_bytes: int = 0,
 ) -> tuple[Trace, dict[int, Work]]:
-    """Events of a microbatch and their work, with what units do about what they would keep.
+    """Events of a microbatch and their work, with recomputation and offload applied.
 
     Args:
-        trace: the microbatch, if units keep everything.
-        work: of its events.
-        treatments: of units; those that are not named keep everything.
-        stage_of: stage of each unit: those that are computed again together are on one.
-        machine: models what is not measured.
-        min_bytes: memories that are smaller stay on the device.
+        trace: Trace of the microbatch if units keep everything.
+        work: Work of its events.
+        treatments: Choices by unit; units without one keep everything.
+        stage_of: Stage of each unit; units are recomputed together only within a stage.
+        machine: Performance model.
+        min_bytes: Size from which tensors are offloaded.
     """
     if all(treatment.is_default for treatment in treatments.values()):
         return trace, dict(work)
@@ -124,13 +123,13 @@ def _with(work: Work, costs: CallCosts, *, is_whole: bool) -> Work:
         gradients = (work.backward + again, 0.0)
     elif work.input_gradient:
         gradients = (work.input_gradient + again, work.weight_gradient)
-    else:  # nobody waits for it
+    else:  # no input gradient
         gradients = (0.0, work.weight_gradient + again)
     return Work(work.forward + costs.copy_seconds, *gradients)
 
 
 def _groups(events: Sequence[Event], treatments: Treatments, stage_of: Mapping[str, int]) -> list[list[int]]:
-    """Positions of calls that are computed again together: those of siblings that follow each other on a stage."""
+    """Positions of calls that are recomputed together: calls of siblings that follow each other on a stage."""
     groups: list[list[int]] = []
     for position, event in enumerate(events):
         treatment = treatments.get(event.name, KEEP)
@@ -147,14 +146,14 @@ def _groups(events: Sequence[Event], treatments: Treatments, stage_of: Mapping[s
 
 
 def _follows(events: Sequence[Event], one: int, other: int) -> bool:
-    """Whether two calls are of siblings, and the second one uses what the first one has made."""
+    """Whether two calls are of siblings, and the second one uses an output of the first."""
     parents = [events[position].name.rpartition(".")[0] for position in (one, other)]
     made = {value.id for value in events[one].outputs}
     return parents[0] == parents[1] and any(value.id in made for value in events[other].inputs)
 
 
 def _compute_together(events: list[Event], before: Sequence[Event], group: Sequence[int]) -> None:
-    """Later calls of a group keep no input that an earlier one has made, and come back all at once."""
+    """Later calls of a group keep no input made by an earlier one, and all are recomputed at once."""
     made: set[int] = set()
     again = 0
     for position in group:
@@ -163,7 +162,7 @@ def _compute_together(events: list[Event], before: Sequence[Event], group: Seque
         saved, offloaded = events[position].saved_bytes, events[position].offloaded_bytes
         dropped = min(from_group, saved)
         again += events[position].again_bytes + from_group
-        # All of them are there when the backward of the last one begins.
+        # The whole group is recomputed when the backward of its last call begins.
         events[position] = events[position]._replace(
             saved_bytes=saved - dropped,
             offloaded_bytes=max(0, offloaded - (from_group - dropped)),

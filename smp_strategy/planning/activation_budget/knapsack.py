@@ -1,19 +1,17 @@
-"""Which units of a stage should give up activations, so that what is left fits, for the least time?
+"""Multiple-choice knapsack: recomputation and offload of the units of a stage, in least time within its memory.
 
-Every unit has alternatives: keep everything, compute all or a part again, put it into host memory. Each takes some time
-and leaves some bytes, and the stage has so many bytes. That is a knapsack problem with a choice per item, with two
-things to it:
+Every unit has alternatives: keep everything, recompute all or a part, offload to host memory. Each alternative takes
+some time and leaves some bytes. Two properties go beyond the textbook problem:
 
-* Not only what is kept counts. While a unit is computed again, all that it would have kept is there for a while, beside
-  what the units before it keep for the same backward (those after it are through). So the order of units counts.
-* The stage is full at several *moments* of its schedule: in the backward of this segment or of that, with so many
-  microbatches in flight. All of them must fit.
+* Recomputed bytes count, too. During its recomputation a unit has all its activations on the device, beside those that
+  the units before it keep for the same backward (the units after it have freed theirs). So the order of units counts.
+* The constraints are several *moments* of the schedule: in the backward of one or another segment, with some number of
+  microbatches in flight. The choice must fit at all of them.
 
-Solved by dynamic programming over the units in the order of the program. A state is the time so far, the bytes so far
-and the fullest moment so far; of states one of which is no worse in anything the other is dropped. What survives is
-small: units that are alike lead to the same states. Should it be too much nevertheless, which copies to host memory can
-make it, bytes are rounded up to grains, of which the limits have fewer and fewer until it is not. So the answer always
-fits, and it is known whether it is exact.
+The solver is dynamic programming over the units in program order. A state is the time so far, the bytes so far and the
+peak so far; dominated states are dropped. Few states survive, because similar units lead to the same states. If there
+are too many nevertheless (copies to host memory can cause that), bytes are rounded up to ever coarser grains. So the
+answer always fits, and the solver knows whether it is exact.
 """
 
 from bisect import bisect_right
@@ -25,13 +23,12 @@ from smp_strategy.planning.activation_budget.lower_bound import find_prices
 
 __all__ = ["Alternative", "SelectionCost", "MemoryUse", "MemoryBudget", "Selection", "choose"]
 
-# States that may survive a unit before bytes are rounded, without copies and with them: there are more ways to be good
-# then, and most of them are equally good.
+# Most states per unit before bytes are rounded, without and with copies: these add states, most of them equally good.
 MOST_STATES = 1500
 MOST_STATES_OF_COPIES = 120
-# Grains that the largest limit has then at first.
+# Grains of the largest limit at the first rounding.
 MOST_GRAINS = 64
-# Times that differ by less than such a share of the whole are equal.
+# Resolution of times: ticks in the largest possible sum. Integers, for [Note: same decision on every rank].
 TICKS = 1 << 40
 
 
@@ -39,80 +36,80 @@ class MemoryUse(NamedTuple):
     """Bytes of a unit on the device at one moment, under one alternative."""
 
     around: int = 0
-    """Of microbatches other than the one in backward."""
+    """Bytes of microbatches other than the one in backward."""
     before: int = 0
-    """Of the microbatch in backward, until the unit's own backward is through."""
+    """Bytes of the microbatch in backward, until the unit's own backward has ended."""
     during: int = 0
-    """And while its own backward runs."""
+    """Further bytes while the unit's own backward runs."""
 
 
 class Alternative(NamedTuple):
-    """What could become of what a unit keeps."""
+    """One way to treat the activations of a unit."""
 
     seconds: float
-    """That it takes longer, per microbatch."""
+    """Added seconds per microbatch."""
     loads: tuple[MemoryUse, ...]
-    """At each moment."""
+    """Memory use at each moment."""
     copied_bytes: int = 0
-    """That go to host memory and come back, beside the work of the device."""
+    """Bytes copied to host memory and back, asynchronously."""
 
     @property
     def kept_bytes(self) -> tuple[int, ...]:
-        """Bytes that it adds to each moment after the unit's own backward began."""
+        """Bytes kept at each moment, apart from the unit's own backward."""
         return tuple(load.around + load.before for load in self.loads)
 
 
 class SelectionCost(NamedTuple):
-    """What one alternative for every unit costs."""
+    """Total cost of one alternative for every unit."""
 
     seconds: float
-    """Per microbatch."""
+    """Added seconds per microbatch."""
     copied_bytes: int
     peaks: tuple[int, ...]
-    """Bytes at each moment."""
+    """Peak bytes at each moment."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """What a stage has."""
+    """Memory and copy bandwidth of a stage."""
 
     most_bytes: tuple[int, ...]
-    """At each moment."""
+    """Limit at each moment."""
     hidden_bytes: float = float("inf")
-    """Bytes that go to host memory, and come back, while the device computes what it computes anyway."""
+    """Bytes whose copies overlap with the regular work of the device."""
     bytes_per_second: float = float("inf")
-    """Of the way to host memory and back, one after the other."""
+    """Bandwidth to host memory and back, one after the other."""
 
     def in_grains(self, tick: float, grain: int) -> "MemoryBudget":
-        """The same, counted in ticks and grains."""
+        """The same budget in ticks and grains."""
         limits = tuple(limit // grain for limit in self.most_bytes)
         rate = self.bytes_per_second * tick / grain
         return MemoryBudget(most_bytes=limits, hidden_bytes=self.hidden_bytes / grain, bytes_per_second=rate)
 
     def fits(self, peaks: Sequence[int]) -> bool:
-        """Whether there is enough at every moment."""
+        """Whether ``peaks`` are within the limit at every moment."""
         return all(peak <= most for peak, most in zip(peaks, self.most_bytes, strict=True))
 
     def seconds(self, again: float, copied_bytes: int) -> float:
-        """What a microbatch takes longer if ``again`` seconds of work are done again and so much is copied away and
-        back. Copies back are hidden by what is computed again, too."""
+        """Added seconds per microbatch for ``again`` seconds of recomputation and ``copied_bytes`` copied out and back.
+        Copies back overlap with recomputation, too."""
         waits = max(0.0, copied_bytes - self.hidden_bytes) / self.bytes_per_second
         return waits + max(waits, again)
 
 
 class Selection(NamedTuple):
-    """The best choice."""
+    """Best choice for all units."""
 
     chosen: tuple[int, ...]
-    """Number of the alternative, per unit."""
+    """Index of the alternative of each unit."""
     bill: SelectionCost
     is_exact: bool
-    """Whether none that fits is faster; otherwise bytes were rounded up."""
+    """Whether the choice is optimal; otherwise bytes were rounded up."""
 
 
 class _State(NamedTuple):
-    """Choices for the units so far; the smallest is the best."""
+    """Partial choice for the first units; smaller is better."""
 
     seconds: float
     copied_bytes: int
@@ -138,19 +135,21 @@ class _State(NamedTuple):
 
 
 def choose(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selection | None:
-    """The alternative of every unit that takes the least time altogether and fits; ``None``: nothing fits.
+    """The fastest choice of one alternative per unit that fits; ``None`` if nothing fits.
 
-    Among equally fast choices the one with the fewest copies and bytes is taken, then the first.
+    Ties go to the choice with the fewest copies and bytes, then to the first.
 
     Args:
-        units: alternatives of each unit, in the order of the program; the first one is what is preferred.
-        stock: what there is.
+        units: Alternatives of each unit, in program order; the first one is preferred.
+        stock: Memory and copy bandwidth of the stage.
     """
     grain, num_grains = 1, MOST_GRAINS
     met = [*_met(units, stock), *_without_copies(units, stock)]
     copies = any(each.copied_bytes for unit in units for each in unit)
     most = min(MOST_STATES, MOST_STATES_OF_COPIES) if copies else MOST_STATES
     tick = sum(max(each.seconds for each in unit) for unit in units) / TICKS or 1.0
+    # Exact first (a grain of one byte), then 64 grains for the largest limit, then half as many each time, until few
+    # enough states survive. The coarsest grains are taken with any number of states.
     while True:
         rounded = [[_in_grains(each, tick, grain) for each in unit] for unit in units]
         own = stock.in_grains(tick, grain)
@@ -158,7 +157,7 @@ def choose(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selec
         if states is not None:
             break
         grain, num_grains = max(1, *stock.most_bytes) // num_grains + 1, num_grains // 2
-    # Where bytes are rounded, a choice that the prices have led to may be better.
+    # With rounded bytes, a choice found by the Lagrangian prices may be better.
     found = [(each.chosen, bill(units, each.chosen)) for each in states] + (met if grain > 1 else [])
     if not found:
         return None
@@ -167,7 +166,7 @@ def choose(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selec
 
 
 def bill(units: Sequence[Sequence[Alternative]], chosen: Sequence[int]) -> SelectionCost:
-    """What a choice costs."""
+    """Total cost of a choice."""
     state = _nothing(len(units[0][0].loads) if units else 0)
     for unit, number in zip(units, chosen, strict=True):
         state = state.joined(number, unit[number])
@@ -181,7 +180,7 @@ def _nothing(num_moments: int) -> _State:
 def _without_copies(
     units: Sequence[Sequence[Alternative]], stock: MemoryBudget
 ) -> list[tuple[tuple[int, ...], SelectionCost]]:
-    """The best choice that copies nothing, where others do and there is one."""
+    """The best choice without copies, if some alternatives copy; empty if there is none."""
     numbers = [[number for number, each in enumerate(unit) if not each.copied_bytes] for unit in units]
     if not all(numbers) or sum(map(len, numbers)) == sum(map(len, units)):
         return []
@@ -194,20 +193,20 @@ def _without_copies(
 
 
 def _met(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> list[tuple[tuple[int, ...], SelectionCost]]:
-    """Choices that fit, as prices lead to them."""
+    """Feasible choices found while optimizing the Lagrangian prices."""
     _, met = find_prices(units, stock.most_bytes, stock.hidden_bytes, 1 / stock.bytes_per_second)
     bills = [(chosen, bill(units, chosen)) for chosen in met]
     return [each for each in bills if stock.fits(each[1].peaks)]
 
 
 def _states(units: Sequence[Sequence[Alternative]], stock: MemoryBudget, most: int | None) -> list[_State] | None:
-    """What may come out; ``None``: there are more than ``most`` states on the way."""
+    """Final states of the dynamic program; ``None`` if more than ``most`` states survive on the way."""
     limits = stock.most_bytes
     prices, met = find_prices(units, limits, stock.hidden_bytes, 1 / stock.bytes_per_second)
     bills = [bill(units, chosen) for chosen in met]
     known = [stock.seconds(each.seconds, each.copied_bytes) for each in bills if stock.fits(each.peaks)]
     enough = min(known, default=float("inf")) + 1
-    # What the units to come add at least.
+    # Lower bounds on the bytes that the remaining units add.
     rest: list[tuple[int, ...]] = [(0,) * len(limits)]
     for unit in reversed(units):
         least = [min(each.loads[m].around for each in unit) for m in range(len(limits))]
@@ -228,7 +227,7 @@ def _states(units: Sequence[Sequence[Alternative]], stock: MemoryBudget, most: i
 
 
 def _frontier(states: Iterable[_State]) -> list[_State]:
-    """Those than which no other is better in something and worse in nothing; of equal ones the first."""
+    """Pareto frontier: states that no other dominates; the first of equal ones."""
     ordered = sorted(states)
     if ordered and len(ordered[0].fullest) == 1 and not any(state.copied_bytes for state in ordered):
         return _staircase(ordered)
@@ -243,7 +242,7 @@ def _frontier(states: Iterable[_State]) -> list[_State]:
 
 
 def _staircase(ordered: Iterable[_State]) -> list[_State]:
-    """The same, faster, where there is one moment and nothing is copied."""
+    """Pareto frontier for a single moment without copies, in O(n log n)."""
     found: list[_State] = []
     bytes_so_far: list[int] = []  # ascending, and of each the fullest moment: descending
     fullest: list[int] = []
@@ -263,6 +262,6 @@ def _staircase(ordered: Iterable[_State]) -> list[_State]:
 
 
 def _in_grains(alternative: Alternative, tick: float, grain: int) -> Alternative:
-    """``alternative`` in whole numbers, so that equal sums are equal in whatever order they are added up."""
+    """``alternative`` in integers, so that sums do not depend on the order of addition."""
     loads = tuple(MemoryUse(*(-(-nbytes // grain) for nbytes in load)) for load in alternative.loads)
     return Alternative(round(alternative.seconds / tick), loads, -(-alternative.copied_bytes // grain))

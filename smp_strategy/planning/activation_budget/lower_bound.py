@@ -1,9 +1,8 @@
-"""How much time must a choice take at least, whatever comes next?
+"""Lower bound on the recompute time of a partial choice, by Lagrangian relaxation; prunes the knapsack search.
 
-If bytes had a price, the same for all units of a stage, each unit would choose for itself, and the sum would be a bound
-of what no choice can beat: the Lagrangian relaxation of :mod:`smp_strategy.planning.activation_budget.knapsack`. Good
-prices are found by raising those of moments that are too full, and lowering others. On the way choices that really fit
-turn up.
+If bytes have a price, equal for all units of a stage, each unit can choose for itself, and the sum is a lower bound on
+any choice of :mod:`smp_strategy.planning.activation_budget.knapsack`. Subgradient steps find good prices: they raise
+those of moments that are too full, and lower the others. Feasible choices turn up on the way.
 """
 
 from collections.abc import Sequence
@@ -15,31 +14,31 @@ STEPS = 80
 
 
 class UnitAlternatives(Protocol):
-    """What could become of a unit."""
+    """One alternative of a unit."""
 
     @property
     def seconds(self) -> float:
-        """That it takes."""
+        """Added seconds."""
 
     @property
     def kept_bytes(self) -> tuple[int, ...]:
-        """That it adds to each moment."""
+        """Bytes added to each moment."""
 
     @property
     def copied_bytes(self) -> int:
-        """That are copied away and back."""
+        """Bytes copied to host memory and back."""
 
 
 @final
 class BytePrices:
-    """Seconds per byte, and what follows from them.
+    """Lagrange multipliers in seconds per byte, with the choice of every unit under them.
 
     Args:
-        units: choices of each unit.
-        most_bytes: at each moment.
-        hidden_bytes: that may be copied for nothing.
-        of_bytes: the price at each moment.
-        of_copies: the price of what is copied.
+        units: Alternatives of each unit.
+        most_bytes: Limit at each moment.
+        hidden_bytes: Bytes that can be copied for free.
+        of_bytes: Price of a byte at each moment.
+        of_copies: Price of a copied byte.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class BytePrices:
     def least(
         self, seconds: float, kept_bytes: Sequence[int], copied_bytes: int, num_left: int, *, is_whole: bool = True
     ) -> float:
-        """Least time of any choice that begins like this, where ``num_left`` units are still to choose."""
+        """Lower bound on the time of any completion of a partial choice that has ``num_left`` units to go."""
         found = seconds + self._of_copies * copied_bytes
         found += sum(price * nbytes for price, nbytes in zip(self._of_bytes, kept_bytes, strict=True))
         return found + self._rest[num_left] - self._free if is_whole else found
@@ -73,7 +72,7 @@ class BytePrices:
     def improved(
         self, units: Sequence[Sequence[UnitAlternatives]], most_bytes: Sequence[int], step: float
     ) -> list[float]:
-        """Prices for the bytes at each moment by which ``chosen`` is nearer to what there is."""
+        """Prices at each moment after a subgradient step of size ``step``."""
         picked = [unit[number] for unit, number in zip(units, self.chosen, strict=True)]
         used = [sum(each.kept_bytes[moment] for each in picked) for moment in range(len(most_bytes))]
         return [
@@ -85,13 +84,13 @@ class BytePrices:
 def find_prices(
     units: Sequence[Sequence[UnitAlternatives]], most_bytes: Sequence[int], hidden_bytes: float, copy_seconds: float
 ) -> tuple[BytePrices, list[tuple[int, ...]]]:
-    """The best prices, and choices met on the way.
+    """The best prices, and all choices met on the way.
 
     Args:
-        units: choices of each unit.
-        most_bytes: at each moment.
-        hidden_bytes: that may be copied for nothing.
-        copy_seconds: per byte beyond that.
+        units: Alternatives of each unit.
+        most_bytes: Limit at each moment.
+        hidden_bytes: Bytes that can be copied for free.
+        copy_seconds: Seconds per copied byte beyond that.
     """
     total = sum(max(choice.seconds for choice in unit) for unit in units) or 1.0
     copied = sum(max(choice.copied_bytes for choice in unit) for unit in units) or 1
@@ -104,6 +103,7 @@ def find_prices(
         bound = prices.least(0.0, [0] * len(most_bytes), 0, len(units))
         if best is None or bound > best[0]:
             best = (bound, prices)
+        # Diminishing steps: the subgradient method converges, and the best bound on the way is kept.
         step = 4.0 * total / number
         of_bytes = prices.improved(units, most_bytes, step)
         if copy_seconds and hidden_bytes != float("inf"):

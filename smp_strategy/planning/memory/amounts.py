@@ -1,4 +1,4 @@
-"""What one rank holds, as numbers."""
+"""Memory of one rank by kind of tensor: parameters, gradients, optimizer state, buffers."""
 
 from dataclasses import dataclass
 from typing import final
@@ -14,17 +14,17 @@ class RankMemory:
     rank: int
     stage: int
     parameters: int
-    """Values that are there between uses."""
+    """Bytes of values that stay on the rank between uses."""
     gathered: int
-    """Values of all ranks that came and went, at most at a time."""
+    """Peak bytes of gathered values, which come and go."""
     gradients: int
     optimizer: int
-    """State of the optimizers."""
+    """Bytes of optimizer state."""
     buffers: int
 
     @property
     def amounts(self) -> dict[str, int]:
-        """By kind."""
+        """Bytes by kind."""
         return {
             "parameters": self.parameters,
             "gathered": self.gathered,
@@ -35,5 +35,5 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all kinds."""
         return sum(self.amounts.values())

@@ -1,7 +1,7 @@
-"""What this rank holds, counted: memory that tensors share counts once, and what stands for absent tensors not at all.
+"""Measured memory of this rank: bytes of storages, with shared storage counted once and absent tensors not at all.
 
-Parameters that are spread over a shard group are counted by who spreads them: between uses they have no values, and
-what is gathered comes and goes.
+Sharded parameters are counted by :class:`ShardedStorage`: between uses the parameters themselves have no values, and
+gathered values come and go.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,19 +20,19 @@ __all__ = ["ShardedStorage", "count"]
 
 
 class ShardedStorage(Protocol):
-    """What this rank holds of parameters that are spread over a shard group."""
+    """Memory of parameters that are sharded over a shard group, on this rank."""
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Those parameters."""
+        """Sharded parameters."""
 
     @property
     def held_bytes(self) -> int:
-        """Of values that are there now."""
+        """Bytes of values that are on this rank now."""
 
     @property
     def most_gathered_bytes(self) -> int:
-        """Of values that came and went, at most at a time."""
+        """Peak bytes of gathered values."""
 
 
 def count(
@@ -43,18 +43,18 @@ def count(
     *,
     copies: int = 0,
 ) -> RankMemory:
-    """What this rank holds now, between steps.
+    """Bytes that this rank holds now, between steps.
 
     Args:
-        module: all of it, of which this rank may have a part.
-        optimizers: what trains it.
-        mesh: where this rank stands.
-        spread: what is known of parameters that are spread; ``None``: there are none.
-        copies: bytes of half-precision copies of parameters.
+        module: Whole module; tensors of other stages are absent.
+        optimizers: Optimizers of the module.
+        mesh: Mesh with the place of this rank.
+        spread: Memory of sharded parameters; ``None`` if there are none.
+        copies: Bytes of half-precision copies of parameters.
     """
     counted = _CountedStorages()
     elsewhere = set() if spread is None else {id(parameter) for parameter in spread.parameters}
-    # Of tensors that hooks look at just now operations arrive elsewhere; memory is looked at here.
+    # Inside of hooks, operations on guarded tensors are redirected; counting needs the tensors themselves.
     with in_plain_sight():
         parameters = [parameter for parameter in module.parameters() if _is_here(parameter)]
         return RankMemory(
@@ -81,13 +81,13 @@ def _is_here(tensor: Tensor) -> bool:
 
 @final
 class _CountedStorages:
-    """Memory that was counted already."""
+    """Set of storages that are counted already."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, int]] = set()
 
     def add(self, leaves: Iterable[Any]) -> int:
-        """Bytes of the memory behind those of ``leaves`` that are tensors, less what was counted before."""
+        """Bytes of the storages of tensors in ``leaves`` that were not counted before."""
         total = 0
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not leaf.is_meta:

@@ -1,10 +1,9 @@
-"""What a rank will hold of each parameter, from shapes alone, before anything is spread.
+"""Memory model of parameters, gradients and optimizer state: bytes per rank, from shapes alone, before sharding.
 
-Code above the units runs on every stage, so what it computes with is everywhere, whole. Units are on their stage, and
-there either whole on each rank, or spread over a shard group (:mod:`smp_strategy.planning.memory.sharded`), where
-padding counts. Where units take turns to be gathered, or to have whole gradients, a stage needs room for the largest
-turn. This room is like a parameter that every stage has: of several stages all get as much as the one with the largest
-turn may need.
+Code above the units runs on every stage, so its parameters are on every rank, whole. The parameters of a unit are on
+its stage: whole on each rank, or sharded over a shard group (:mod:`smp_strategy.planning.memory.sharded`), with
+padding. If units take turns to be gathered, or to have unreduced gradients, a stage needs room for the largest turn.
+This room is modelled as a parameter of every stage: all stages get as much as the one with the largest turn may need.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,39 +26,39 @@ from smp_strategy.precision.dtypes import gradient_dtype
 
 __all__ = ["ModelMemory", "ShardingOf", "holdings_of"]
 
-# The room in which units take turns, among the numbers of parameters.
+# Number of the pseudo-parameter for the room in which units take turns.
 _TURNS = -1
-# Units compute in the dtypes of their parameters.
+# Default: units compute in the dtypes of their parameters.
 _AS_THEY_ARE: Final[Mapping[str, torch.dtype]] = {}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardingOf:
-    """How the ranks of a stage share what it holds."""
+    """Sharding of parameters and optimizer state among the ranks of a stage."""
 
     degree: int = 1
     """Ranks of a shard group."""
     persistence_threshold: int = 0
-    """Parameters with fewer elements stay gathered."""
+    """Number of elements below which parameters stay gathered."""
     most_live: int | None = None
-    """Elements up to which units are gathered ahead; ``None``: any number."""
+    """Most gathered elements for prefetching; ``None``: unlimited."""
     gathers_once: bool = False
-    """Whether units are gathered for a whole step, and not for each use."""
+    """Whether units are gathered once per step instead of for each use."""
     num_stages: int = 1
     state_shards: int = 1
-    """Ranks over which the state of the optimizers is dealt out, whole parameters to each."""
+    """Ranks that share the optimizer state, by whole parameters."""
     num_owners: int = 1
-    """Replicas of a shard group among which the state for each shard is dealt out."""
+    """Replicas of a shard group that share the optimizer state of each shard."""
 
     @property
     def reduces_early(self) -> bool:
-        """Whether gradients are reduced as soon as they are there, and not when a pass ends."""
+        """Whether gradients are reduced as soon as they are complete instead of at the end of a pass."""
         return self.num_stages == 1
 
     @classmethod
     def of(cls, config: SMPConfig, shape: MeshShape) -> "ShardingOf":
-        """What the options ask for on this mesh."""
+        """Sharding by the options, on this mesh."""
         return cls(
             degree=shape.dp_shard,
             persistence_threshold=config.sdp_param_persistence_threshold,
@@ -74,14 +73,14 @@ class ShardingOf:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """Bytes of parameters, by a number that is the same on all ranks."""
+    """Bytes per parameter; parameters have numbers that are equal on all ranks."""
 
     by_unit: Mapping[str, Mapping[int, HeldBytes]]
-    """What a rank holds for each unit, by unit in order of registration."""
+    """Bytes that a rank holds for each unit; units in order of registration."""
     everywhere: Mapping[int, HeldBytes]
-    """What every stage holds, whatever its units are."""
+    """Bytes that every stage holds, independent of its units."""
     whole: Mapping[str, HeldBytes]
-    """All of each unit's parameters, as in one process."""
+    """Unsharded bytes of each unit's parameters."""
 
 
 def holdings_of(
@@ -94,16 +93,16 @@ def holdings_of(
     used_by_glue: Collection[Tensor] = (),
     calls: Sequence[str] = (),
 ) -> ModelMemory:
-    """What the fullest rank of a stage will hold.
+    """Predicted bytes of the fullest rank of a stage.
 
     Args:
-        module: the whole module.
-        units: of the module.
-        spreading: how the ranks of a stage share.
-        optimizers: of the module, if they are known.
-        use_dtypes: dtypes that units compute in, by name of the parameter, where they differ from the parameter's.
-        used_by_glue: tensors of units that code above the units computes with.
-        calls: names of units in the order in which a step calls them; none: that of registration.
+        module: Whole module.
+        units: Units of the module.
+        spreading: Sharding among the ranks of a stage.
+        optimizers: Optimizers of the module, if they are known.
+        use_dtypes: Compute dtypes by name of the parameter, if they differ from the parameter's.
+        used_by_glue: Tensors of units that code above the units uses.
+        calls: Names of units in the order of calls in a step; empty: order of registration.
     """
     named = list(module.named_parameters())
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
@@ -135,7 +134,7 @@ def _spread(
     spreading: ShardingOf,
     calls: Sequence[str],
 ) -> tuple[dict[str, dict[int, HeldBytes]], HeldBytes]:
-    """What a rank holds of parameters that are spread, by unit, and the room in which units take turns."""
+    """Bytes of sharded parameters on a rank, by unit, and the room in which units take turns."""
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
@@ -171,12 +170,12 @@ def _spread(
 def _state_sizes(
     named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], in_pieces: Collection[str] = ()
 ) -> dict[str, StateSize]:
-    """What optimizers will keep, by name of the parameter; without any it is not known which, so two moments.
+    """Size of the optimizer state by name of the parameter; two moments if no optimizer is known.
 
     Args:
-        named: all parameters, by name.
-        optimizers: of the module, if they are known.
-        in_pieces: names of the parameters of which optimizers will see one-dimensional pieces.
+        named: All parameters, by name.
+        optimizers: Optimizers of the module, if they are known.
+        in_pieces: Names of the sharded parameters, which optimizers see as one-dimensional pieces.
     """
     known = optimizer_state_sizes(optimizers, {id(named[name]) for name in in_pieces})
     found = {}
@@ -188,7 +187,7 @@ def _state_sizes(
 
 
 def _plain(parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None) -> HeldBytes:
-    """Of one that is whole on each rank; where units compute in half precision there is a copy for them."""
+    """Bytes of a parameter that is whole on each rank, with its half-precision copy if units compute in one."""
     values = parameter.nbytes + (0 if copied_to is None else parameter.numel() * copied_to.itemsize)
     if not parameter.requires_grad:
         return HeldBytes(values)

@@ -1,6 +1,6 @@
-"""What a rank of a shard group holds of flat buffers, at rest and at most: functions of their layouts.
+"""Memory of sharded parameters (ZeRO-3) on a rank: flat buffers at rest and at their peak, computed from layouts.
 
-At rest it is this rank's shard, of values, gradients and state. In a step more is there for a while:
+At rest a rank holds its shard of values, gradients and state. During a step it also holds, for a while:
 
 ==============  ===========================================  =========================
 values          gathered for each use: of the unit in use,   gathered once per step:
@@ -27,22 +27,22 @@ Key = TypeVar("Key", bound=Hashable)
 @final
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters that stand in flat buffers together, because the same units use them."""
+    """Parameters that share flat buffers, because the same units use them."""
 
     users: tuple[str, ...]
     parameters: tuple[int, ...]
 
     @property
     def number(self) -> int:
-        """An identity: that of its first parameter."""
+        """Identity of the group: number of its first parameter."""
         return self.parameters[0]
 
 
 def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
-    """The groups of the parameters of some units: those of a unit alone, and those that several units share.
+    """Groups of parameters by the set of units that use them.
 
     Args:
-        parameters: numbers of each unit's parameters, by unit.
+        parameters: Numbers of each unit's parameters, by unit.
     """
     users: dict[int, tuple[str, ...]] = {}
     for name, mine in parameters.items():
@@ -57,13 +57,13 @@ def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
 def share_of(
     layout: UnitLayout, state_bytes: Callable[[FlatParameter, int], int], *, gathers_once: bool, reduces_early: bool
 ) -> HeldBytes:
-    """What the fullest rank holds of a unit's parameters. What units take turns to need is not counted here.
+    """Bytes of a unit's parameters on the fullest rank, without the room in which units take turns.
 
     Args:
-        layout: their flat buffers.
-        state_bytes: what the optimizer keeps of so many elements of a parameter.
-        gathers_once: whether the values of all units are gathered for a whole step; otherwise units take turns.
-        reduces_early: whether units take turns to have whole gradients; otherwise all have them when a pass ends.
+        layout: Flat buffers of the parameters.
+        state_bytes: Size of the optimizer state for a number of elements of a parameter.
+        gathers_once: Whether all units stay gathered for a whole step; otherwise units take turns.
+        reduces_early: Whether units take turns to have unreduced gradients; otherwise all have them until a pass ends.
     """
     trained = [flat for flat in layout.flats if flat.is_trained]
 
@@ -91,13 +91,13 @@ def most_gathered(
     *,
     in_any_order: bool = False,
 ) -> int:
-    """Most bytes of values that come and go, where units take turns and one is gathered ahead.
+    """Peak bytes of gathered values, if units take turns and the next one is prefetched.
 
     Args:
-        uses: what each call uses, in the order of a forward pass. Backward goes the same way back.
-        layouts: of what is used.
-        most_live: number of elements up to which one is gathered ahead; ``None``: any.
-        in_any_order: any call may follow any other: it is not known which calls are those of a stage.
+        uses: Groups used by each call, in the order of a forward pass; backward goes the same way back.
+        layouts: Flat buffers of the groups.
+        most_live: Most gathered elements for prefetching; ``None``: unlimited.
+        in_any_order: Whether any call may follow any other, because the calls of a stage are not known yet.
     """
     alone = [frozenset(use) for use in uses if use]
     pairs = [one | other for one, other in (combinations(set(alone), 2) if in_any_order else pairwise(alone))]
@@ -107,12 +107,12 @@ def most_gathered(
 
 
 def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_reducing: int) -> int:
-    """Most bytes of whole gradients, where each is reduced once backward is through with all its uses.
+    """Peak bytes of unreduced gradients, if each is reduced once backward has passed all its uses.
 
     Args:
-        uses: what each call uses, in the order of a forward pass.
-        layouts: of what is used.
-        most_reducing: of so many units gradients are being reduced at a time.
+        uses: Groups used by each call, in the order of a forward pass.
+        layouts: Flat buffers of the groups.
+        most_reducing: Most groups that are being reduced at a time.
     """
     first = {key: position for position, use in reversed(list(enumerate(uses))) for key in use}
     has_gradient = {key for key in first if _unreduced(layouts[key])}

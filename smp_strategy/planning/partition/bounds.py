@@ -1,19 +1,19 @@
-"""What no schedule can beat: the least time and memory that a stage needs for the units that it has.
+"""Lower bounds on step time and memory of a stage, for any schedule; they prune the partition search.
 
-A stage that has a set of units, with F, B and W the forward work, the backward work that other stages wait for, and
-weight gradients that nobody waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W
-where backward ends):
+F, B and W are the forward work of a stage, the backward work that other stages wait for, and the weight gradients that
+only the optimizer waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W on the
+stage where backward ends). With m microbatches a stage
 
-* It works m (F + B + W).
-* It waits at the beginning: for its first input (``head``), and before its first backward for the loss of the first
-  microbatch and the gradient's way from there (``back``). At most ``most`` forwards fill that time.
-* It waits at the end: from its last forward on there is the way to the loss and back. At most ``most`` backwards fill
-  that time. Both waits add up where the last forward comes after the first backward, that is for m > ``most``.
-* What follows its last backward (``tail``) comes on top, unless the stage could do weight gradients meanwhile.
-* It holds its parameters, gradients and optimizer state, what every stage holds, and activations of ``least``
+* works m (F + B + W);
+* waits at the beginning: for its first input (``head``), and before its first backward for the loss of the first
+  microbatch and the gradient's way from there (``back``). At most ``most`` forwards fill that time;
+* waits at the end: its last forward is followed by the way to the loss and back. At most ``most`` backwards fill that
+  time. Both waits add up if the last forward comes after the first backward, that is for m > ``most``;
+* adds the work that follows its last backward on other stages (``tail``), unless weight gradients could fill that time;
+* holds its parameters, gradients and optimizer state, the bytes that every stage holds, and activations of ``least``
   microbatches.
 
-Ways through the program are longest paths of the trace, so the bound holds for programs that branch.
+Ways through the program are longest paths of the trace, so the bounds hold for programs that branch.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ NEVER = float("inf")
 
 
 class StageUnits(NamedTuple):
-    """Units together on a stage."""
+    """Summed work and memory of the units of a stage."""
 
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
     saved_bytes: int = 0
     held_bytes: int = 0
-    """Without those of parameters that several units of the model share, or that every stage holds."""
+    """Bytes without parameters that several units of the model share, or that every stage holds."""
     shared: frozenset[int] = frozenset()
     head: float = NEVER
     after: float = NEVER
@@ -42,7 +42,7 @@ class StageUnits(NamedTuple):
     tail: float = NEVER
 
     def joined(self, other: "StageUnits") -> "StageUnits":
-        """Both on one stage."""
+        """Units of both on one stage."""
         return StageUnits(
             self.forward + other.forward,
             self.backward + other.backward,
@@ -57,7 +57,7 @@ class StageUnits(NamedTuple):
         )
 
     def relaxed(self, other: "StageUnits") -> "StageUnits":
-        """This, where any of the units of ``other`` may be added."""
+        """Weaker bound that still holds if any of the units of ``other`` are added."""
         return self._replace(
             head=min(self.head, other.head),
             after=min(self.after, other.after),
@@ -68,11 +68,11 @@ class StageUnits(NamedTuple):
 
 @final
 class Bounds:
-    """Least time and memory of any stage of a problem.
+    """Lower bounds on time and memory of the stages of a problem.
 
     Args:
-        problem: units, and what counts.
-        promise: microbatches in flight on a stage, at least and at most.
+        problem: Partitioning problem.
+        promise: Bounds on the microbatches in flight on each stage.
     """
 
     def __init__(self, problem: PartitionProblem, promise: Callable[[int], Promise]) -> None:
@@ -90,7 +90,7 @@ class Bounds:
             if counts[key] > 1 and key not in problem.everywhere
         }
         self.loads = [self._load(index, window) for index, window in enumerate(problem.windows)]
-        """Of each unit alone."""
+        """Load of each unit alone."""
 
     def _load(self, index: int, window: Window) -> StageUnits:
         everywhere, parameters = self._problem.everywhere, self._problem.units[index].parameters
@@ -107,7 +107,7 @@ class Bounds:
         )
 
     def spans(self) -> list[list[StageUnits]]:
-        """Entry ``[i][k]``: the load of ``k + 1`` units from unit ``i`` on."""
+        """Loads of all contiguous runs; entry ``[i][k]`` is that of ``k + 1`` units from unit ``i`` on."""
         found: list[list[StageUnits]] = []
         for begin in range(len(self.loads)):
             load, row = StageUnits(), []
@@ -118,20 +118,20 @@ class Bounds:
         return found
 
     def remaining(self) -> list[StageUnits]:
-        """Entry ``[i]``: the load of all units from unit ``i`` on; one more entry for none."""
+        """Loads of all suffixes; entry ``[i]`` is that of all units from unit ``i`` on, the last one that of none."""
         found = [StageUnits()]
         for unit in reversed(self.loads):
             found.append(unit.joined(found[-1]))
         return found[::-1]
 
     def ideal_seconds(self) -> float:
-        """Time in which the stages would do everything without ever waiting."""
+        """Time of a step without any waiting."""
         setting, total = self._setting, self.remaining()[0]
         speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
         return setting.num_microbatches * (total.forward + total.backward + total.weight) / speed
 
     def seconds(self, stage: int, load: StageUnits) -> float:
-        """Least time of a step."""
+        """Lower bound on the time of a step."""
         setting, speed = self._setting, self._setting.speed(stage)
         count = setting.num_microbatches
         forward, backward, weight = load.forward / speed, load.backward / speed, load.weight / speed
@@ -140,7 +140,7 @@ class Bounds:
         if load.back == NEVER:
             return load.head + count * forward + load.tail
         if setting.splits_backward and not load.tail:
-            # Backward ends here, and nobody waits for any of it.
+            # Backward ends here: no stage waits for any of it.
             backward, weight = 0.0, backward + weight
         most = min(self._promise(stage).most or count, count)
         begin = max(load.head, self._problem.critical_forward + load.back - most * forward)
@@ -153,12 +153,12 @@ class Bounds:
         return max(busy + load.tail, begin + count * (forward + backward + weight))
 
     def memory(self, stage: int, load: StageUnits) -> int:
-        """Least bytes at the peak."""
+        """Lower bound on peak bytes."""
         shared = sum(self._problem.at_least(self._shared[key]) for key in load.shared)
         held = load.held_bytes + shared + self._problem.everywhere_bytes
         return held + self._promise(stage).least * load.saved_bytes
 
     def fits(self, stage: int, load: StageUnits) -> bool:
-        """Whether the stage may have these units, as far as the bound can tell."""
+        """Whether these units are within the memory limit of the stage, by the lower bound."""
         limit = self._setting.limit(stage)
         return limit is None or self.memory(stage, load) <= limit

@@ -1,4 +1,4 @@
-"""Candidates are simulated, compared, and the best one is kept."""
+"""Evaluation of candidate partitions: simulates each once, and keeps the best that fits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
@@ -8,11 +8,11 @@ from smp_strategy.planning.partition.problem import PartitionProblem, Score
 __all__ = ["Candidate", "Evaluate", "PartitionEvaluator", "rounded"]
 
 Evaluate = Callable[[Mapping[str, int]], Score]
-"""Simulates a step under an assignment of units to stages."""
+"""Simulation of a step under an assignment of units to stages."""
 
 
 class Candidate(NamedTuple):
-    """A simulated partition; the smallest is the best."""
+    """Simulated partition; smaller is better."""
 
     rounded_cost: float
     cut_bytes: int
@@ -26,13 +26,13 @@ class Candidate(NamedTuple):
 
 @final
 class PartitionEvaluator:
-    """Simulates candidates, each once, as long as there is a budget.
+    """Simulation of candidates within a budget, with the best one so far.
 
     Args:
-        problem: what is to be solved.
-        evaluate: simulates one.
-        budget: most simulations.
-        counts_fullness: compare how full the fullest stage is against its limit, instead of costs under the limits.
+        problem: Partitioning problem.
+        evaluate: Simulation of one candidate.
+        budget: Most simulations.
+        counts_fullness: Whether to minimize memory relative to the limit of the worst stage, instead of the cost.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PartitionEvaluator:
 
     @property
     def num_evaluations(self) -> int:
-        """Simulations so far."""
+        """Number of simulations so far."""
         return len(self._scores)
 
     @property
@@ -56,26 +56,26 @@ class PartitionEvaluator:
         return self.num_evaluations >= self.budget
 
     def beats(self, bound: float) -> bool:
-        """Whether the best is better than anything of cost ``bound`` or more."""
+        """Whether the best candidate is strictly better than any of cost ``bound`` or more."""
         return self.best is not None and bound > self.best.rounded_cost
 
     def is_as_good_as(self, bound: float) -> bool:
-        """Whether nothing of cost ``bound`` or more is better than the best."""
+        """Whether no candidate of cost ``bound`` or more is better than the best."""
         return self.best is not None and bound >= self.best.rounded_cost
 
     def cost(self, seconds: float, memory: Sequence[float]) -> float:
-        """What counts of a step time and the bytes of each stage."""
+        """Objective for a step time and the bytes of each stage."""
         if self.counts_fullness:
             return max(self.fullness(stage, peak) for stage, peak in enumerate(memory))
         return self.problem.cost(seconds, max(memory))
 
     def fullness(self, stage: int, memory: float) -> float:
-        """Share of the limit of ``stage``."""
+        """``memory`` as a share of the limit of ``stage``."""
         limit = self.problem.setting.limit(stage)
         return 0.0 if limit is None else memory / max(limit, 1)
 
     def try_out(self, stage_of: Mapping[str, int]) -> None:
-        """Simulate an assignment; it is the best if it fits and none has been better."""
+        """Simulate an assignment, and keep it if it fits and is better than the best so far."""
         problem = self.problem
         stages = tuple(stage_of[unit.name] for unit in problem.units)
         if stages in self._scores:
@@ -103,5 +103,5 @@ class PartitionEvaluator:
 
 
 def rounded(cost: float) -> float:
-    """Costs are 1 where everything is ideal; what differs by less is the same but for the order of additions."""
+    """``cost``, which is 1 in the ideal case, rounded to 11 digits, so that the order of additions does not matter."""
     return round(cost, 11)

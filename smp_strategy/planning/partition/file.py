@@ -1,8 +1,8 @@
-"""A partition in a file: written by one job, read and changed by people, taken over by another job.
+"""Partition files: JSON written by one job, edited by people, and loaded by another job.
 
-What counts in the file is which unit is on which stage. The costs stand there for the reader and are found anew by the
-job that loads it; the order of the units is that of execution and does not count either. The numbers of parameters are
-compared, because a partition for a model of another size is probably none for this one.
+Only the stage of each unit is taken from the file. Costs are there for the reader, and the loading job computes its
+own; the order of the units is that of execution and does not matter. The numbers of parameters are compared, to refuse
+a partition for a model of another size.
 """
 
 import difflib
@@ -18,35 +18,35 @@ from smp_strategy.planning.partition.manual import stage_problems
 __all__ = ["FORMAT", "SavedPartition", "read_partition"]
 
 FORMAT = 1
-"""Number of the file format; it changes when an older reader would misunderstand."""
+"""Version of the file format; it changes when an older reader would misunderstand the file."""
 
 
 @final
 @dataclass(frozen=True)
 class SavedPartition:
-    """What counts of a file."""
+    """Content of a partition file that the loading job uses."""
 
     source: str
-    """The file, for messages."""
+    """Name of the file, for messages."""
     num_stages: int
     stage_of: Mapping[str, int]
     """Stage of each unit, in the order of the file."""
     num_parameters: Mapping[str, int]
-    """Of the units for which the file says it."""
+    """Number of parameters of each unit that has it in the file."""
     chunks_per_stage: int | None = None
-    """As the schedule deals them out, where the file says it."""
+    """Chunks per stage of the schedule; ``None`` if the file has none."""
     treatments: Treatments = field(default_factory=dict)
-    """What units do about what they would keep for backward, where the file says it."""
+    """Recomputation and offload of each unit that has them in the file."""
 
     def place(
         self, num_parameters: Mapping[str, int], num_stages: int, chunks_per_stage: int | None = None
     ) -> dict[str, int]:
-        """The stage of every unit of a model.
+        """Stage of every unit of a model.
 
         Args:
-            num_parameters: the units of the model, with the elements of their parameters.
-            num_stages: stages that there are.
-            chunks_per_stage: what the schedule expects; ``None``: whatever the file has.
+            num_parameters: Number of parameters of each unit of the model.
+            num_stages: Number of stages of this run.
+            chunks_per_stage: Chunks per stage of this run's schedule; ``None``: as in the file.
 
         Raises:
             ConfigError: the file does not fit, with the first difference.
@@ -90,11 +90,11 @@ class SavedPartition:
 
 
 def read_partition(text: str, source: str) -> SavedPartition:
-    """What a file says.
+    """Parse a partition file.
 
     Args:
-        text: its contents.
-        source: its name.
+        text: Content of the file.
+        source: Name of the file, for messages.
 
     Raises:
         ConfigError: it is no partition, or has another format.

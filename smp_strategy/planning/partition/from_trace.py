@@ -1,8 +1,8 @@
-"""The problem, read off a trace: order and costs of the units, and between what their work must lie.
+"""Partitioning problem of a trace: order and costs of the units, and the critical paths through them.
 
-An operation of the glue runs where the newest of its inputs was made. If that was a unit, or an operation that runs
-where a unit is, it runs with this unit under every partition, so its costs are those of the unit. What follows a read
-by Python code, which all stages have, is nobody's.
+A glue operation runs where the newest of its inputs was made. If a unit made it, or an operation that runs with a unit,
+the operation runs with this unit under every partition, and its costs are added to the unit's. Operations on values
+that Python code has read run on all stages and belong to no unit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["chain_of", "problem_of"]
 
 
 def chain_of(parameter_bytes: Mapping[str, int]) -> tuple[Trace, dict[int, Work]]:
-    """A trace where there is none: units one after the other, whose work is proportional to their parameters."""
+    """Substitute for a trace: a chain of units with work proportional to their parameters."""
     events: list[Event] = []
     work: dict[int, Work] = {}
     last: tuple[Value, ...] = ()
@@ -38,19 +38,19 @@ def problem_of(
     whole: Mapping[str, HeldBytes] | None = None,
     least: tuple[Trace, Mapping[int, Work]] | None = None,
 ) -> PartitionProblem:
-    """The problem that a traced microbatch poses.
-
-    Args:
-        trace: events of one microbatch.
-        work: of each event, by position.
-        parameters: what a rank holds of each unit's parameters, by unit in order of registration.
-        setting: what the units are spread over, and what counts.
-        everywhere: what every stage holds, whatever its units are.
-        whole: each unit's parameters, where a rank holds a part of them only.
-        least: the trace and the work of its events, if units keep as little for backward as they may, and work as
-            little as they do anyway; bounds are made of it. ``None``: there is no choice.
+    """Partitioning problem of a traced microbatch.
 
     Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
+
+    Args:
+        trace: Events of one microbatch.
+        work: Work of each event, by position.
+        parameters: Bytes that a rank holds per parameter of each unit; units in order of registration.
+        setting: Stages, limits and weights.
+        everywhere: Bytes that every stage holds, independent of its units.
+        whole: Unsharded bytes of each unit's parameters, if a rank holds only a shard.
+        least: Trace and work with the least activations and the least work under any choice of recomputation and
+            offload, for lower bounds. ``None``: there is no choice.
     """
     events, owners = trace.events, _owners(trace.events, setting.num_stages)
     first_call: dict[str, int] = {}
@@ -76,7 +76,7 @@ def problem_of(
     cuts: list[int] = []
     position = len(events)
     for name in reversed(order):
-        # A cut before a unit that is not called is crossed by what the next called one needs.
+        # The cut before a unit that is not called has the traffic of the next called one.
         position = first_call.get(name, position)
         cuts.append(_crossing(events, position))
     windows = [ways.window(mine[name]) for name in order]
@@ -92,7 +92,7 @@ def _total(parts: Iterable[Work]) -> Work:
 
 
 def _owners(events: Sequence[Event], num_stages: int) -> dict[int, str]:
-    """The unit that each event runs with, by position."""
+    """Unit that each event runs with, by position."""
     owners: dict[int, str] = {}
     owner_of: dict[int, str | None] = {}
     everywhere: set[int] = set()
@@ -117,13 +117,13 @@ def _number(value: Value) -> int:
 
 @final
 class _Ways:
-    """Longest ways through the events of a microbatch, forward and backward."""
+    """Longest paths through the events of a microbatch, forward and backward."""
 
     def __init__(self, trace: Trace, work: Mapping[int, Work], setting: Setting) -> None:
         self._events = trace.events
-        # No way can be shorter than on the fastest stage.
+        # For a lower bound, all work runs at the speed of the fastest stage.
         fastest = max(setting.stage_speeds, default=1.0)
-        # Reads and what is given take no time in a step (`route`), whatever they are said to cost.
+        # Reads and inputs take no time in a step (`route`), whatever their `work` is.
         computing = {position for position, event in enumerate(trace.events) if event.kind in ("unit", "op")}
         self._work = [work.get(p, Work()) if p in computing else Work() for p in range(len(trace.events))]
         self._forward = [each.forward / fastest for each in self._work]
@@ -135,7 +135,7 @@ class _Ways:
         self._reach_forward(trace)
 
     def _reach_forward(self, trace: Trace) -> None:
-        """What each event waits for, and how long the loss takes from there."""
+        """Longest forward paths to each event, and from it to the loss."""
         self._head = [0.0] * len(self._events)
         for position, event in enumerate(self._events):
             before = [self._maker[value.id] for value in event.inputs if value.id in self._maker]
@@ -156,7 +156,7 @@ class _Ways:
         self.critical_forward = max((self._head[p] + self._forward[p] for p in self._after), default=0.0)
 
     def _reach_backward(self, trace: Trace) -> None:
-        """How long a gradient takes to each event, and from there to the last one."""
+        """Longest backward paths from the loss to each event, and from it to the end of backward."""
         wanted = set() if trace.loss is None else {trace.loss}
         self._back: dict[int, float] = {}
         if trace.loss in self._maker:
@@ -180,7 +180,7 @@ class _Ways:
             self._tail[position] = max((self._backward[p] + self._tail[p] for p in makers), default=0.0)
 
     def window(self, positions: Sequence[int]) -> Window:
-        """That of a unit to which the events at ``positions`` belong."""
+        """Window of the unit that the events at ``positions`` belong to."""
         relevant = [position for position in positions if position in self._after]
         if not relevant:
             return Window()
@@ -192,7 +192,7 @@ class _Ways:
             min(self._head[position] for position in relevant),
             min(self._after[position] for position in relevant),
             min((self._back[position] for position in reached), default=float("inf")),
-            # Where no gradient arrives, the loss has to be computed all the same.
+            # An event without a gradient is still followed by the rest of the loss.
             min(self._tail.get(position, self._after[position]) for position in relevant),
         )
 
@@ -213,14 +213,14 @@ def _execution_order(names: Sequence[str], first_call: Mapping[str, int]) -> lis
 
 
 def _is_chain(events: Sequence[Event], mine: Sequence[Sequence[int]]) -> bool:
-    """Whether each unit's events come before the next one's, and Python looks at values at the end only."""
+    """Whether the events of each unit come before those of the next one, and values are read only at the end."""
     positions = [position for unit in mine for position in unit]
     behind = events[len(positions) :]
     return all(mine) and positions == list(range(len(positions))) and all(event.kind == "read" for event in behind)
 
 
 def _crossing(events: Sequence[Event], position: int) -> int:
-    """Bytes of the values that are made before ``position`` and used from there on."""
+    """Bytes of the values that are made before ``position`` and used at or after it."""
     made = {value.id: value.nbytes for event in events[:position] for value in event.outputs}
     used = {value.id for event in events[position:] for value in event.inputs}
     return sum(nbytes for value, nbytes in made.items() if value in used)

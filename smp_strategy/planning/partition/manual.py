@@ -1,4 +1,4 @@
-"""A partition that the user makes: the stage of a unit is that of the nearest module that has one."""
+"""Manual partition: a unit's stage is that of the nearest enclosing module with a stage set by the user."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from smp_strategy.errors import ConfigError
 
 __all__ = ["ByHand", "some", "stage_problems"]
 
-# So many names tell the user what is meant.
+# Names shown in a message.
 MOST_NAMES = 3
 
 
@@ -28,11 +28,11 @@ class ByHand:
         return self.default if nearest is None else self.stages[nearest]
 
     def outermost(self) -> list[str]:
-        """Names of the modules with a stage that no module around them has."""
+        """Names of the modules with a stage and no enclosing module with one."""
         return [name or "the model" for name in self.stages if not any(above in self.stages for above in _above(name))]
 
     def place(self, units: Sequence[str], num_stages: int) -> dict[str, int]:
-        """The stage of every unit.
+        """Stage of every unit.
 
         Raises:
             ConfigError: a stage does not exist or has no unit, or a unit has no stage.
@@ -53,14 +53,14 @@ class ByHand:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Names of the modules around the module ``name``, the nearest first."""
+    """Names of the enclosing modules of ``name``, the nearest first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def stage_problems(stage_of: Mapping[str, int], num_stages: int) -> list[str]:
-    """What is wrong with the stages of units: they do not exist, or they have no unit."""
+    """Error texts for stages that do not exist and for stages without a unit."""
     problems = []
     for wrong in sorted({stage for stage in stage_of.values() if not 0 <= stage < num_stages}):
         names = [name for name, stage in stage_of.items() if stage == wrong]

@@ -1,7 +1,7 @@
-"""The decision: which unit is on which stage, what that costs, and how good it is.
+"""Partition of a model: the stage of every unit, with costs and an optimality bound.
 
-A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table. The assignment may be
-any: the solver's is contiguous, one made by hand need not be.
+A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table. The solver's partition
+is contiguous; a manual one need not be.
 """
 
 import json
@@ -20,25 +20,25 @@ from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem,
 
 __all__ = ["Partition", "PlacedUnit", "StageActivations", "StageLoad", "UnitActivations"]
 
-# Bounds are sums in another order than simulated times.
+# Tolerance between bounds and simulated times, which are sums in different orders.
 ROUNDING = 1e-9
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class UnitActivations:
-    """What a unit does to keep less for backward, and what that brings and costs; all of one microbatch."""
+    """Recomputation and offload of a unit's activations, with gain and cost per microbatch."""
 
     treatment: ActivationPolicy = KEEP
     spared_bytes: int = 0
-    """That are not on the device between forward and backward."""
+    """Bytes freed on the device between forward and backward."""
     offloaded_bytes: int = 0
-    """That are in host memory instead."""
+    """Bytes in host memory between forward and backward."""
     seconds: float = 0.0
-    """That its backward takes longer."""
+    """Added seconds of forward and backward."""
 
     def plus(self, spared_bytes: int, offloaded_bytes: int, seconds: float) -> "UnitActivations":
-        """With those of another call."""
+        """Sum with the amounts of another call."""
         return replace(
             self,
             spared_bytes=self.spared_bytes + spared_bytes,
@@ -51,12 +51,12 @@ NO_RELIEF = UnitActivations()
 
 
 class StageActivations(NamedTuple):
-    """Of all stages."""
+    """Recomputation and offload on all stages."""
 
     of_units: Mapping[str, UnitActivations]
-    """Of those that keep less than everything."""
+    """Units that do not keep everything."""
     all_kept_bytes: Sequence[int]
-    """Activations of each stage, if they did not."""
+    """Activations of each stage if all units kept everything."""
 
 
 @final
@@ -67,70 +67,70 @@ class PlacedUnit:
     name: str
     stage: int
     chunk: int
-    """Number of the run of units on one stage that it belongs to, in execution order."""
+    """Number of its chunk, a run of units on one stage, in execution order."""
     held: HeldBytes
-    """Bytes of all its parameters, their gradients and optimizer state, also where each rank holds a part only."""
+    """Unsharded bytes of all its parameters, their gradients and optimizer state."""
     activation_bytes: int
-    """Kept for backward on the device, per microbatch."""
+    """Activations on the device, per microbatch."""
     output_bytes: int
     work: Work
-    """Of one microbatch, on a stage of speed 1; without ``relief``."""
+    """Work of one microbatch on a stage of speed 1, without ``relief``."""
     relief: UnitActivations = NO_RELIEF
-    """What it does to keep less."""
+    """Recomputation and offload of its activations."""
     num_parameters: int | None = None
-    """Elements of all its parameters, whatever their precision, also where layers are split; ``None``: not said."""
+    """Number of elements of all its parameters before layers are split; ``None``: unknown."""
 
     @property
     def seconds(self) -> float:
-        """Work of one microbatch, with what is done again."""
+        """Work of one microbatch, with recomputation."""
         return sum(self.work) + self.relief.seconds
 
 
 @final
 @dataclass(frozen=True)
 class StageLoad:
-    """What a stage has to do, and what the fullest of its ranks has to hold."""
+    """Work of a stage, and memory of its fullest rank."""
 
     seconds: float
     """Work of a whole step."""
     held: HeldBytes
     """Parameters, gradients and optimizer state; a parameter that units of the stage share counts once."""
     activation_bytes: int
-    """Most bytes kept for backward at once."""
+    """Peak bytes of activations."""
     memory_limit: int | None = None
     all_kept_bytes: int | None = None
-    """What the activations would be if units kept everything; ``None``: they do."""
+    """Peak bytes of activations if units kept everything; ``None``: they do."""
 
     @property
     def memory_bytes(self) -> int:
-        """Most bytes at once."""
+        """Peak bytes of everything."""
         return self.held.total + self.activation_bytes
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The stage of every unit, in execution order."""
+    """Stage of every unit, in execution order, with simulated costs."""
 
     units: tuple[PlacedUnit, ...]
     stages: tuple[StageLoad, ...]
     cut_bytes: tuple[int, ...]
     """Bytes that cross the border between a chunk and the next, per microbatch."""
     schedule: str
-    """Name of the policy that the step was simulated with, and that it is to run under."""
+    """Policy that the step was simulated with, and that it runs under."""
     chunks_per_stage: int = 1
-    """As that policy deals them out."""
+    """Chunks per stage under that policy."""
     active_microbatches: int | None = None
-    """Most microbatches in flight under that policy; ``None``: what it needs."""
+    """Most microbatches in flight under that policy; ``None``: as many as it needs."""
     num_microbatches: int
     step_seconds: float
     """Simulated, like all times here: modelled or measured work of the units under the schedule."""
     cost: float
-    """What was minimised (:mod:`smp_strategy.planning.partition.problem`)."""
+    """Objective (:mod:`smp_strategy.planning.partition.problem`)."""
     lower_bound: float
-    """No contiguous partition under this schedule costs less; 0 where nothing is known, for one made by hand say."""
+    """Lower bound on the cost of contiguous partitions under this schedule; 0 if unknown, as for a manual partition."""
     limited_by: str
-    """What would have to shrink for a faster step: ``time of stage 2``, ``memory of stage 0``."""
+    """Bottleneck of the step: ``time of stage 2``, ``memory of stage 0``."""
 
     @classmethod
     def of(
@@ -145,15 +145,15 @@ class Partition:
         active_microbatches: int | None = None,
         lower_bound: float = 0.0,
     ) -> Self:
-        """What an assignment of units costs.
+        """Partition with the costs of an assignment of units.
 
         Args:
-            problem: units and what counts.
-            stage_of: stage of each unit, by name.
-            score: what the simulation says of this assignment.
-            relief: what units do to keep less for backward; ``None``: they keep everything.
-            schedule, chunks_per_stage, active_microbatches: the policy of that simulation.
-            lower_bound: of the cost of all candidates.
+            problem: Partitioning problem.
+            stage_of: Stage of each unit, by name.
+            score: Simulation result of this assignment.
+            relief: Recomputation and offload; ``None``: units keep everything.
+            schedule, chunks_per_stage, active_microbatches: Policy of the simulation.
+            lower_bound: Lower bound on the cost of all candidates.
         """
         setting, of_units = problem.setting, {} if relief is None else relief.of_units
         runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
@@ -197,7 +197,7 @@ class Partition:
 
     @property
     def treatments(self) -> dict[str, ActivationPolicy]:
-        """What units do that do not keep everything for backward, by name."""
+        """Recomputation and offload of all units that do not keep everything, by name."""
         return {unit.name: unit.relief.treatment for unit in self.units if not unit.relief.treatment.is_default}
 
     @property
@@ -212,39 +212,39 @@ class Partition:
 
     @property
     def num_chunks(self) -> int:
-        """Number of runs of units on one stage, over all stages."""
+        """Number of chunks on all stages."""
         return len(self.cut_bytes) + 1
 
     @property
     def balance(self) -> float:
-        """Mean over largest work of a stage; 1.0 is perfect."""
+        """Mean work of a stage over the largest one; 1.0 is perfect balance."""
         seconds = [stage.seconds for stage in self.stages]
         return sum(seconds) / len(seconds) / (max(seconds) or 1.0) if max(seconds) else 1.0
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait, 0 to 1."""
+        """Share of the stages' time that is idle, 0 to 1."""
         total = self.step_seconds * self.num_stages
         return max(0.0, 1.0 - sum(stage.seconds for stage in self.stages) / total) if total else 0.0
 
     @property
     def gap(self) -> float:
-        """The part of the cost that a better partition could save at most; 0 where it is proven to be optimal."""
+        """Optimality gap: largest share of the cost that a better partition could save; 0 if proven optimal."""
         gap = 1.0 - self.lower_bound / self.cost if self.cost else 0.0
         return gap if gap > ROUNDING else 0.0
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no contiguous partition under this schedule is better, by proof."""
+        """Whether the partition is proven optimal among contiguous ones under this schedule."""
         return self.gap == 0.0
 
     def sized(self, num_parameters: Mapping[str, int]) -> Self:
-        """The same, with the size of each unit, by which a file is known to be for another model."""
+        """Copy with the number of parameters of each unit, by which a file for another model is recognized."""
         units = tuple(replace(unit, num_parameters=num_parameters[unit.name]) for unit in self.units)
         return replace(self, units=units)
 
     def to_json(self) -> str:
-        """The decision with all costs."""
+        """JSON of the partition with all costs."""
         return json.dumps({"format": FORMAT, "num_stages": self.num_stages, **_named(self)}, indent=2)
 
     @classmethod
@@ -273,7 +273,7 @@ class Partition:
             raise ConfigError(f"The partition lacks a field or has one too many: {error}.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the decision to a file."""
+        """Write the JSON form to a file."""
         write_atomically(path, self.to_json() + "\n")
 
 
@@ -290,7 +290,7 @@ def _unit_from(data: Mapping[str, Any]) -> PlacedUnit:
 
 
 def _named(partition: Partition) -> dict[str, Any]:
-    """All fields, also those of named tuples, by name."""
+    """All fields by name, with named tuples as mappings."""
     data = asdict(partition)
     for entry, unit in zip(data["units"], partition.units, strict=True):
         entry |= {"held": unit.held._asdict(), "work": unit.work._asdict()}
@@ -300,8 +300,8 @@ def _named(partition: Partition) -> dict[str, Any]:
 
 
 def _limit(problem: PartitionProblem, stages: Sequence[StageLoad], score: Score) -> str:
-    """The larger part of the cost, or a limit of memory that is nearly reached."""
-    # Not even the smallest unit fits beside what is there.
+    """Bottleneck: a memory limit that is nearly reached, or else the larger part of the cost."""
+    # A limit is nearly reached if not even the smallest unit would fit in addition.
     smallest = min((unit.held.total + unit.activation_bytes for unit in problem.units), default=0)
     for number, stage in enumerate(stages):
         if stage.memory_limit is not None and stage.memory_bytes + smallest > stage.memory_limit:

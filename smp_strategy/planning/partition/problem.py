@@ -1,19 +1,16 @@
-"""The partitioning problem: which stage gets which run of units, and what makes one answer better than another.
+"""Partitioning problem: units with their costs, stages with their limits, and the objective, as plain data.
 
-The units stand in execution order and are cut into *chunks*, contiguous runs; a chunk's stage is given (one chunk per
-stage, or several under virtual stages). Minimised is
+The units stand in execution order and are cut into *chunks*, contiguous runs; the stage of each chunk is given (one
+chunk per stage, or several under virtual stages). The objective to minimize is
 
     J = (1 - a) * step_time / T_ref + a * max over stages of memory / M_ref
 
-with ``a`` the ``memory_weight``. Step time and activations of a candidate come from a simulation of its schedule, which
-somebody else does (:class:`Score`); what the fullest rank of a stage holds of parameters, gradients and optimizer state
-is counted here, a parameter that units of the stage share once. T_ref is the time in which the stages would do the work
-of all microbatches without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread
-evenly: both are constants of the problem, so J is 1 where everything is ideal.
+with ``a`` the ``memory_weight``. Step time and activations of a candidate come from a simulation of its schedule
+(:class:`Score`). Parameters, gradients and optimizer state of the fullest rank of a stage are counted here; a parameter
+that units of the stage share counts once. T_ref is the time of a step without any waiting, M_ref the memory of the
+first stage under 1F1B if all memory was spread evenly: both are constants of the problem, so J is 1 in the ideal case.
 
-A stage may have a limit of memory. An answer beyond it is none, however fast.
-
-What one unit costs, as plain data: bytes that stay, bytes per microbatch, seconds.
+A stage may have a limit of memory; candidates beyond it are infeasible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,78 +26,78 @@ __all__ = ["HeldBytes", "InFlight", "PartitionProblem", "Promise", "Score", "Set
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that a rank holds of one parameter, or of some that are spread together over ranks of the stage.
+    """Bytes that a rank holds for one parameter, or for a group of parameters that are sharded together.
 
-    A frozen one has no gradient and no state.
+    A frozen parameter has no gradient and no optimizer state.
     """
 
     parameter: int
-    """Its values, between uses."""
+    """Values, between uses."""
     gradient: int = 0
-    """Between the last backward and the optimizer's step."""
+    """Gradient, between the last backward and the optimizer's step."""
     optimizer: int = 0
-    """State of the optimizer."""
+    """Optimizer state."""
     gathered: int = 0
-    """Of parameters that are spread: the values of all ranks, while they are in use."""
+    """Gathered values of sharded parameters, while they are in use."""
     unreduced: int = 0
-    """Of parameters that are spread: whole gradients, of the sum of which the rank will keep its share."""
+    """Unreduced gradients of sharded parameters, before the reduce-scatter."""
 
     @property
     def states(self) -> int:
-        """What stays: parameters, gradients and optimizer state."""
+        """Persistent bytes: parameters, gradients and optimizer state."""
         return self.parameter + self.gradient + self.optimizer
 
     @property
     def passing(self) -> int:
-        """What comes and goes during a step."""
+        """Temporary bytes of a step: gathered values and unreduced gradients."""
         return self.gathered + self.unreduced
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Persistent and temporary bytes."""
         return sum(self)
 
     @classmethod
     def sum_of(cls, parts: Iterable["HeldBytes"]) -> "HeldBytes":
-        """All of ``parts``."""
+        """Sum of ``parts`` by kind."""
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
 
 @final
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs, together with the operations of the glue that always run where its results are."""
+    """Costs of one unit, with the glue operations that always run on its stage."""
 
     name: str
     parameters: Mapping[int, HeldBytes]
-    """What a rank holds of each of its parameters, by an identity that shared parameters have in common."""
+    """Bytes that a rank holds of each parameter; a shared parameter has the same key in all units."""
     activation_bytes: int = 0
-    """Kept for the backward pass of one microbatch."""
+    """Activations of one microbatch."""
     output_bytes: int = 0
-    """Bytes of its results, per microbatch."""
+    """Results of one microbatch."""
     work: Work = Work()
-    """Of one microbatch."""
+    """Work of one microbatch."""
     whole: HeldBytes = HeldBytes(0)
-    """All its parameters, also where each rank holds a part of them only."""
+    """Unsharded bytes of all its parameters."""
 
     @property
     def held(self) -> HeldBytes:
-        """What a rank holds of all its parameters."""
+        """Bytes that a rank holds of all its parameters."""
         return HeldBytes.sum_of(self.parameters.values())
 
 
 class Score(NamedTuple):
-    """What the simulation says of a candidate."""
+    """Simulation result of a candidate."""
 
     step_seconds: float
     activation_bytes: tuple[int, ...]
     """Peak of each stage."""
     treatments: Treatments = {}
-    """What units do that do not keep everything for backward."""
+    """Recomputation and offload of all units that do not keep everything."""
 
 
 class Promise(NamedTuple):
-    """What a schedule promises of the microbatches that a stage has begun and not finished, at their peak."""
+    """Guaranteed bounds on the peak number of microbatches in flight on a stage."""
 
     least: int = 1
     most: int | None = None
@@ -110,37 +107,37 @@ class InFlight(NamedTuple):
     """Microbatches in flight on a stage."""
 
     always: Promise = Promise()
-    """Whatever the program is."""
+    """Bounds for any program."""
     on_chain: Promise = Promise()
-    """If the program never comes back to a stage."""
+    """Bounds for programs that never come back to a stage."""
     likely: int = 1
-    """What to reckon with where nothing is promised."""
+    """Estimate without guarantee."""
 
 
 class Window(NamedTuple):
-    """Between what a unit's work must lie, whatever the partition is: longest ways through the program.
+    """Critical paths before and after a unit's work, under any partition.
 
-    Only the work counts that the loss waits for. Ways backward are made of whole backward passes, or under a schedule
-    that splits these of the parts that other stages wait for.
+    Only work that the loss depends on counts. Backward paths consist of whole backwards, or of input gradients under a
+    schedule that splits backwards.
     """
 
     work: Work = Work()
     saved_bytes: int = 0
-    """Kept for a backward pass that really comes."""
+    """Activations with a backward pass."""
     head: float = float("inf")
-    """Forward work before it."""
+    """Forward work before the unit."""
     after: float = float("inf")
-    """Forward work between it and the loss."""
+    """Forward work between the unit and the loss."""
     back: float = float("inf")
-    """Backward work between the loss and it."""
+    """Backward work between the loss and the unit."""
     tail: float = float("inf")
-    """Backward work that follows it."""
+    """Backward work after the unit."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the units are spread over, and what counts."""
+    """Stages, schedule bounds, limits and weights of a partitioning problem."""
 
     num_stages: int
     stage_of_chunk: tuple[int, ...]
@@ -148,19 +145,19 @@ class Setting:
     num_microbatches: int = 1
     memory_weight: float = 0.0
     memory_limits: tuple[int | None, ...] = ()
-    """Bytes per stage; empty: there are none."""
+    """Bytes per stage; empty: unlimited."""
     stage_speeds: tuple[float, ...] = ()
-    """Relative; empty: all are the same."""
+    """Relative speeds; empty: all equal."""
     splits_backward: bool = False
-    """Whether gradients of weights may wait."""
+    """Whether the schedule postpones weight gradients."""
     in_flight: tuple[InFlight, ...] = ()
-    """What the schedule promises for each stage; empty: nothing."""
+    """Microbatches in flight per stage; empty: no bounds."""
     state_shards: int = 1
-    """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
+    """Ranks of a stage that share its optimizer state, by whole parameters."""
 
     @classmethod
     def plain(cls, num_stages: int, **changes: object) -> "Setting":
-        """One chunk per stage."""
+        """Setting with one chunk per stage."""
         return cls(num_stages=num_stages, stage_of_chunk=tuple(range(num_stages)), **changes)  # type: ignore[arg-type]
 
     def limit(self, stage: int) -> int | None:
@@ -168,7 +165,7 @@ class Setting:
         return self.memory_limits[stage] if self.memory_limits else None
 
     def speed(self, stage: int) -> float:
-        """Of ``stage``, relative."""
+        """Relative speed of ``stage``."""
         return self.stage_speeds[stage] if self.stage_speeds else 1.0
 
     def flight(self, stage: int) -> InFlight:
@@ -179,23 +176,23 @@ class Setting:
 @final
 @dataclass(frozen=True)
 class PartitionProblem:
-    """Units in execution order, and what to do with them."""
+    """Units in execution order, with the setting that they are partitioned under."""
 
     units: Sequence[UnitCost]
     setting: Setting
     windows: Sequence[Window]
-    """One per unit."""
+    """Window of each unit."""
     critical_forward: float
-    """Seconds until one microbatch, alone, has its loss."""
+    """Seconds of the longest forward path of a single microbatch."""
     cut_bytes: Sequence[int]
     """Bytes that cross a cut before unit i, per microbatch."""
     is_chain: bool
-    """Whether the program goes through the units one after the other and never back, so that stages are a chain."""
+    """Whether the program runs the units one after the other and never comes back, so that stages form a chain."""
     everywhere: Mapping[int, HeldBytes] = field(default_factory=dict)
-    """What every stage holds, whatever its units are, by identity."""
+    """Bytes that every stage holds, independent of its units, by key of the parameter."""
 
     def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
-        """Stage of each unit, if chunks begin at the units ``starts``."""
+        """Stage of each unit for chunks that begin at the units ``starts``."""
         ends = [*starts[1:], len(self.units)]
         return {
             unit.name: stage
@@ -204,22 +201,22 @@ class PartitionProblem:
         }
 
     def held(self, stage_of: Mapping[str, int]) -> tuple[HeldBytes, ...]:
-        """What the fullest rank of each stage holds under an assignment of units."""
+        """Bytes on the fullest rank of each stage under an assignment of units."""
         unique = [dict(self.everywhere) for _ in range(self.setting.num_stages)]
         for unit in self.units:
             unique[stage_of[unit.name]].update(unit.parameters)
         return tuple(self._dealt_out(parameters) for parameters in unique)
 
     def at_least(self, held: HeldBytes) -> int:
-        """Bytes that parameters add to the fullest rank of their stage, at least."""
+        """Lower bound on the bytes that parameters add to the fullest rank of their stage."""
         return held.total - held.optimizer + held.optimizer // self.setting.state_shards
 
     def _dealt_out(self, parameters: Mapping[int, HeldBytes]) -> HeldBytes:
-        """What the fullest rank of a stage holds, which has these parameters."""
+        """Bytes on the fullest rank of a stage with these parameters."""
         total, num_shares = HeldBytes.sum_of(parameters.values()), self.setting.state_shards
         if num_shares == 1:
             return total
-        # As optimizers' state is dealt out: parameters in order of registration, frozen ones apart.
+        # Same balancing as ZeRO-1 at run time: trained parameters in order of registration.
         trained = [held for _, held in sorted(parameters.items()) if held.gradient]
         shares = [0] * num_shares
         for held, share in zip(trained, balanced([held.parameter for held in trained], num_shares), strict=True):
@@ -227,7 +224,7 @@ class PartitionProblem:
         return total._replace(optimizer=max(shares))
 
     def memory(self, stage_of: Mapping[str, int], score: Score) -> tuple[int, ...]:
-        """Most bytes that each stage holds at once."""
+        """Peak bytes of each stage."""
         held = self.held(stage_of)
         return tuple(mine.total + peak for mine, peak in zip(held, score.activation_bytes, strict=True))
 
@@ -237,13 +234,13 @@ class PartitionProblem:
         return all(limit is None or peak <= limit for peak, limit in zip(memory, limits, strict=True))
 
     def cost(self, step_seconds: float, memory: float) -> float:
-        """J, for the memory of the fullest stage."""
+        """Objective J for the memory of the fullest stage."""
         weight = self.setting.memory_weight
         return (1 - weight) * step_seconds / self.ideal_seconds + weight * memory / self.ideal_memory
 
     @cached_property
     def ideal_seconds(self) -> float:
-        """T_ref."""
+        """T_ref of the objective, in seconds."""
         setting = self.setting
         speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
         total = sum(sum(unit.work) for unit in self.units)
@@ -251,7 +248,7 @@ class PartitionProblem:
 
     @cached_property
     def ideal_memory(self) -> float:
-        """M_ref."""
+        """M_ref of the objective, in bytes."""
         parameters = {key: held for unit in self.units for key, held in unit.parameters.items()}
         spread = sum(self.at_least(held) for key, held in parameters.items() if key not in self.everywhere)
         activations = sum(unit.activation_bytes for unit in self.units)
@@ -259,5 +256,5 @@ class PartitionProblem:
 
     @cached_property
     def everywhere_bytes(self) -> int:
-        """Bytes that every stage holds, at least."""
+        """Lower bound on the bytes that every stage holds, independent of its units."""
         return sum(self.at_least(held) for held in self.everywhere.values())

@@ -1,13 +1,13 @@
-"""SageMaker's own algorithm (arXiv:2111.05972, algorithms 1 to 3), to compare with and to begin the search with.
+"""SageMaker's tree partitioning (arXiv:2111.05972, algorithms 1 to 3): a baseline, and a start of the search.
 
-It walks down the tree of modules. A module with several devices cuts its children, in execution order, into as many
-contiguous segments as it can, so that the most expensive one is cheapest; the devices are given to the segments by
-D'Hondt's rule, as seats in a parliament; then each segment goes on with what it got. The cost of a module is
+The algorithm walks down the tree of modules. A module with several devices cuts its children, in execution order, into
+as many contiguous segments as it can, minimizing the most expensive one; D'Hondt's rule assigns the devices to the
+segments, as seats in a parliament; then each segment is partitioned recursively. The cost of a module is
 ``a * M + (1 - a) * T``, its shares in the memory and the work of the model. Modules that share parameters are one.
 
-The paper leaves units and ties open. Here memory is everything that is held and the activations of a microbatch, a
-segment never gets more devices than it has leaves (else a large embedding takes devices that it cannot use), and
-stages are numbered in execution order afterwards.
+The paper leaves units and ties open. Here memory is all held bytes and the activations of a microbatch, a segment never
+gets more devices than it has leaves (otherwise a large embedding takes devices that it cannot use), and stages are
+numbered in execution order afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,38 +22,38 @@ __all__ = ["PartitionNode", "d_hondt", "in_execution_order", "module_tree", "seg
 @final
 @dataclass(frozen=True)
 class PartitionNode:
-    """A module: a leaf that is one unit, or several that share parameters, or a group of nodes."""
+    """Node of the module tree: a leaf with one unit, or several that share parameters, or a group of nodes."""
 
     name: str
     units: tuple[str, ...] = ()
-    """Of a leaf."""
+    """Units of a leaf."""
     memory: float = 0.0
     work: float = 0.0
     children: tuple["PartitionNode", ...] = ()
 
     @property
     def num_leaves(self) -> int:
-        """Leaves below it, or itself."""
+        """Number of leaves below the node; 1 for a leaf."""
         return sum(child.num_leaves for child in self.children) if self.children else 1
 
     def cost(self, root: "PartitionNode", memory_weight: float) -> float:
-        """C(n): its weighted share in ``root``."""
+        """C(n) of the paper: weighted share of the node in ``root``."""
         memory, work = self.memory / (root.memory or 1.0), self.work / (root.work or 1.0)
         return memory_weight * memory + (1 - memory_weight) * work
 
 
 def module_tree(units: Sequence[UnitCost]) -> PartitionNode:
-    """The tree of modules above ``units``, by their qualified names, in execution order."""
+    """Tree of the modules above ``units``, by qualified names, in execution order."""
     return _tree("", [(leaf.name.split("."), leaf) for leaf in _leaves(units)])
 
 
 def tree_partition(root: PartitionNode, num_devices: int, memory_weight: float) -> dict[str, int]:
-    """The stage of each unit (algorithm 1).
+    """Stage of each unit (algorithm 1).
 
     Args:
-        root: all modules.
-        num_devices: number of stages; at most the number of leaves.
-        memory_weight: of memory against work.
+        root: Root of the module tree.
+        num_devices: Number of stages; at most the number of leaves.
+        memory_weight: Weight of memory against work, 0 to 1.
     """
     device_of: dict[str, int] = {}
     waiting: list[tuple[PartitionNode, Sequence[int]]] = [(root, range(num_devices))]
@@ -69,7 +69,7 @@ def tree_partition(root: PartitionNode, num_devices: int, memory_weight: float) 
 
 
 def segments(costs: Sequence[float], count: int) -> list[int]:
-    """First entry of each of ``count`` contiguous segments whose largest sum is smallest (equation 3)."""
+    """First entry of each of ``count`` contiguous segments with the smallest largest sum (equation 3)."""
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -87,12 +87,12 @@ def segments(costs: Sequence[float], count: int) -> list[int]:
 
 
 def d_hondt(costs: Sequence[float], num_devices: int, most: Sequence[int] | None = None) -> list[list[int]]:
-    """Numbers of the devices that each segment gets: every device goes where the cost per device would be largest.
+    """Devices of each segment by D'Hondt's rule: every device goes to the segment with the largest cost per device.
 
     Args:
-        costs: of the segments.
-        num_devices: number of devices.
-        most: devices that each segment can use; ``None``: any number.
+        costs: Costs of the segments.
+        num_devices: Number of devices.
+        most: Most devices of each segment; ``None``: unlimited.
     """
     given: list[list[int]] = [[] for _ in costs]
     for device in range(num_devices):
@@ -104,7 +104,7 @@ def d_hondt(costs: Sequence[float], num_devices: int, most: Sequence[int] | None
 def _shared_out(
     nodes: list[PartitionNode], devices: Sequence[int], costs: Mapping[int, float]
 ) -> list[tuple[PartitionNode, Sequence[int]]]:
-    """Algorithm 2: which devices each of the children ``nodes`` gets."""
+    """Devices of each of the children ``nodes`` (algorithm 2)."""
     starts = segments([costs[id(node)] for node in nodes], min(len(devices), len(nodes)))
     parts = [nodes[begin:end] for begin, end in zip(starts, [*starts[1:], len(nodes)], strict=True)]
     seats = d_hondt(
@@ -123,7 +123,7 @@ def _shared_out(
 
 
 def _leaves(units: Sequence[UnitCost]) -> list[PartitionNode]:
-    """Units that share parameters are one leaf, at the place of the first of them."""
+    """Leaves of the tree: units that share parameters are one leaf, at the place of the first of them."""
     groups: list[list[UnitCost]] = []
     for unit in units:
         related = [group for group in groups if any(unit.parameters.keys() & other.parameters for other in group)]
@@ -165,7 +165,7 @@ def _tree(name: str, leaves: Sequence[tuple[list[str], PartitionNode]]) -> Parti
 
 
 def in_execution_order(stage_of: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
-    """The same stages, numbered by their first unit among ``names``."""
+    """Stages renumbered in the order of their first units among ``names``."""
     number: dict[int, int] = {}
     for name in names:
         number.setdefault(stage_of[name], len(number))

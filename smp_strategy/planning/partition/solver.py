@@ -1,12 +1,12 @@
-"""The solver: the best contiguous partition, and a certificate of how good any could be.
+"""Partition solver: the best contiguous partition by branch and bound, with a lower bound as a certificate.
 
-A search (:mod:`smp_strategy.planning.partition.branch_and_bound`) relies on what the schedule promises about
-microbatches in flight, which is more where the program never comes back to a stage than where it does. Promises about
-memory are weak, so where memory counts, another search comes first and goes by what is merely likely: it proves nothing
-and finds good candidates early. The number of simulations is limited (not their time: every rank decides alike); beyond
-it the answer carries the bound that remains, so it is known what a longer search could gain at most.
+The search (:mod:`smp_strategy.planning.partition.branch_and_bound`) relies on guaranteed bounds on microbatches in
+flight, which are tighter for programs that never come back to a stage. Guarantees about memory are weak, so if memory
+counts, a first search uses estimates instead: it proves nothing, but finds good candidates early. The number of
+simulations is limited (not their time: all ranks must decide alike). Beyond it, the solution has the remaining lower
+bound, which limits the gain of a longer search.
 
-Among equal costs the fewest bytes across cuts win, then the most even stages, then the earliest cuts.
+Ties go to the fewest bytes across cuts, then to the most even stages, then to the earliest cuts.
 """
 
 import itertools
@@ -22,29 +22,30 @@ from smp_strategy.planning.partition.sagemaker_tree import segments
 
 __all__ = ["EFFORT", "Solution", "does_not_fit", "equal_counts", "solve"]
 
-# Share of the simulations that go to candidates that are merely likely to be good.
+# Share of the simulations for the search by estimates.
 SHARE_OF_GUESSES = 0.3
-# Share after which the search for a proof gives way to small changes of the best.
+# Share of the simulations after which the search for a proof gives way to hill climbing.
 SHARE_OF_SEARCHES = 0.6
-# Simulating takes time in proportion to actions times stages; this many altogether take a second or two.
+# Budget in actions times stages, to which the time of simulations is proportional: a second or two. See [Note: same
+# decision on every rank].
 EFFORT = 150_000
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The best partition that was found, and how good any could be."""
+    """Best partition found, with a lower bound on the cost of all partitions."""
 
     stage_of: Mapping[str, int]
     score: Score
     cost: float
     lower_bound: float
-    """No contiguous partition costs less."""
+    """Lower bound on the cost of any contiguous partition."""
     num_evaluations: int
 
     @property
     def is_optimal(self) -> bool:
-        """Whether nothing better exists, by proof."""
+        """Whether the partition is proven optimal."""
         return rounded(self.lower_bound) >= rounded(self.cost)
 
 
@@ -59,11 +60,11 @@ def solve(
     """The partition of least cost.
 
     Args:
-        problem: units, where their chunks go, and what counts.
-        evaluate: simulates a candidate.
-        budget: most simulations; ``None``: as many as ``effort`` allows.
-        effort: actions times stages, of all simulations.
-        guesses: assignments to begin with; one that is better than all contiguous partitions is the answer.
+        problem: Partitioning problem.
+        evaluate: Simulation of a candidate.
+        budget: Most simulations; ``None``: as many as ``effort`` allows.
+        effort: Budget of all simulations in actions times stages.
+        guesses: Assignments to start from, contiguous or not; one that beats all contiguous ones is the solution.
 
     Raises:
         ConfigError: there are more chunks than units, or nothing fits the limits of memory.
@@ -72,11 +73,11 @@ def solve(
     if budget is None:
         setting = problem.setting
         budget = max(24, effort // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages))
-    judge = PartitionEvaluator(problem, evaluate, budget)
+    evaluator = PartitionEvaluator(problem, evaluate, budget)
     for guess in guesses:
-        judge.try_out(guess)
-    lower_bound = _searched(judge)
-    if judge.best is None:
+        evaluator.try_out(guess)
+    lower_bound = _searched(evaluator)
+    if evaluator.best is None:
         fullest = PartitionEvaluator(problem, evaluate, budget, counts_fullness=True)
         _searched(fullest)
         assert fullest.best is not None
@@ -84,59 +85,59 @@ def solve(
         if not problem.fits(memory):
             limits = [problem.setting.limit(stage) for stage in range(problem.setting.num_stages)]
             raise does_not_fit("No partition fits", memory, limits)
-        judge.try_out(fullest.best.stage_of)
-    best = judge.best
+        evaluator.try_out(fullest.best.stage_of)
+    best = evaluator.best
     assert best is not None
     return Solution(
         stage_of=best.stage_of,
         score=best.score,
         cost=best.cost,
         lower_bound=min(lower_bound, best.cost),
-        num_evaluations=judge.num_evaluations,
+        num_evaluations=evaluator.num_evaluations,
     )
 
 
-def _searched(judge: PartitionEvaluator) -> float:
-    """Look for the best; returns the lower bound."""
-    problem, setting = judge.problem, judge.problem.setting
+def _searched(evaluator: PartitionEvaluator) -> float:
+    """Run all searches; returns the lower bound."""
+    problem, setting = evaluator.problem, evaluator.problem.setting
     num_chunks = len(setting.stage_of_chunk)
-    judge.try_out(problem.stage_of(equal_counts(len(problem.units), num_chunks)))
-    judge.try_out(problem.stage_of(segments([sum(unit.work) for unit in problem.units], num_chunks)))
+    evaluator.try_out(problem.stage_of(equal_counts(len(problem.units), num_chunks)))
+    evaluator.try_out(problem.stage_of(segments([sum(unit.work) for unit in problem.units], num_chunks)))
     flights = [setting.flight(stage) for stage in range(setting.num_stages)]
     promised = [flight.on_chain if problem.is_chain else flight.always for flight in flights]
     memory_counts = setting.memory_weight > 0 or any(limit is not None for limit in setting.memory_limits)
     if memory_counts and any(f.likely > p.least for f, p in zip(flights, promised, strict=True)):
         likely = [Promise(flight.likely, flight.likely) for flight in flights]
-        Search(judge, likely.__getitem__).run(int(SHARE_OF_GUESSES * judge.budget))
-    search = Search(judge, promised.__getitem__)
-    lower_bound = search.run(int(SHARE_OF_SEARCHES * judge.budget))
-    if judge.is_as_good_as(lower_bound):
+        Search(evaluator, likely.__getitem__).run(int(SHARE_OF_GUESSES * evaluator.budget))
+    search = Search(evaluator, promised.__getitem__)
+    lower_bound = search.run(int(SHARE_OF_SEARCHES * evaluator.budget))
+    if evaluator.is_as_good_as(lower_bound):
         return lower_bound
-    _climb(judge)
-    # From the beginning, but what is simulated already costs nothing, and the best may be better now.
-    return max(lower_bound, search.run(judge.budget))
+    _climb(evaluator)
+    # The search restarts, but simulated candidates are cached, and a better best prunes more.
+    return max(lower_bound, search.run(evaluator.budget))
 
 
-def _climb(judge: PartitionEvaluator) -> None:
-    """Move borders of the best by one unit, as long as that makes it better."""
-    problem, num_chunks = judge.problem, len(judge.problem.setting.stage_of_chunk)
-    while judge.best is not None:
-        stages, before = judge.best.stages, judge.best.rounded_cost
+def _climb(evaluator: PartitionEvaluator) -> None:
+    """Hill climbing: move borders of the best partition by one unit, as long as that improves it."""
+    problem, num_chunks = evaluator.problem, len(evaluator.problem.setting.stage_of_chunk)
+    while evaluator.best is not None:
+        stages, before = evaluator.best.stages, evaluator.best.rounded_cost
         starts = [0, *(index for index in range(1, len(stages)) if stages[index] != stages[index - 1])]
-        if len(starts) != num_chunks:  # one from outside, or two chunks of a stage that meet
+        if len(starts) != num_chunks:  # a guess that is not contiguous, or two adjacent chunks of one stage
             return
         for chunk, step in itertools.product(range(1, num_chunks), (-1, 1)):
             moved = [*starts[:chunk], starts[chunk] + step, *starts[chunk + 1 :], len(stages)]
-            if judge.is_exhausted:
+            if evaluator.is_exhausted:
                 return
             if moved[chunk - 1] < moved[chunk] < moved[chunk + 1]:
-                judge.try_out(problem.stage_of(moved[:-1]))
-        if judge.best.rounded_cost >= before:
+                evaluator.try_out(problem.stage_of(moved[:-1]))
+        if evaluator.best.rounded_cost >= before:
             return
 
 
 def equal_counts(num_units: int, num_chunks: int) -> list[int]:
-    """First unit of each chunk, if all have the same number of units; the last ones get one more."""
+    """First unit of each chunk for chunks of equal numbers of units; the last ones get one more."""
     return [chunk * num_units // num_chunks for chunk in range(num_chunks)]
 
 
@@ -154,7 +155,7 @@ def _check_sizes(problem: PartitionProblem) -> None:
 
 
 def does_not_fit(what: str, needed: Sequence[int], allowed: Sequence[int | None]) -> ConfigError:
-    """The error that ``what`` needs more memory than there is, with bytes per stage."""
+    """Error for a partition over the memory limit, with needed and allowed bytes per stage."""
     rows = ", ".join(
         f"stage {stage} {peak:,} of {'any' if limit is None else format(limit, ',')}"
         for stage, (peak, limit) in enumerate(zip(needed, allowed, strict=True))

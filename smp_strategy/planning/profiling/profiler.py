@@ -1,11 +1,9 @@
-"""Who measures what: each kind of call once, the work spread over all ranks, the same numbers everywhere.
+"""Distributed profiler: every distinct unit call is timed once, on one rank, and all ranks share the results.
 
-Calls are of the same kind if units that are built alike get arguments that are alike and do as many operations.
-Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
-measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
-exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
-fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores. If they do, rank 0
-measures everything while the others rest: they would slow each other down by an unknown part of that.
+Calls are of the same kind if units that are built alike get arguments that are alike and run as many operations.
+Ranks exchange the kinds of calls they have met (replicas may have batches of other shapes). Each kind that rank 0 has
+met is measured by the rank with the least load among those that have met it, by modelled cost. The results are
+exchanged. Every rank also times one common call to compare the speeds of ranks; times are given for the fastest rank.
 """
 
 import statistics
@@ -24,61 +22,50 @@ from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 from smp_strategy.planning.profiling.unit_benchmark import Sample, measure_alone
 
-__all__ = ["MeasuringOptions", "ProfilingRanks", "assign", "measure", "ranks_of"]
+__all__ = ["MeasuringOptions", "assign", "measure", "relative_speeds"]
 
-# Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
+# Ranks that differ by less count as equally fast: clocks and other processes cause as much.
 SAME_SPEED = 0.1
-# From here on ranks share cores. Those that share memory or a budget of power slow each other down as well, but less.
-CROWDED = 1.5
-# No machine is that much slower or faster than a nominal one: such a unit spends its time on something else than its
-# kernels (it waits, or computes in Python), and says nothing about the kernels of others.
+# No machine differs that much from a nominal one: such a unit spends its time outside of its kernels (it waits, or
+# computes in Python), and says nothing about the kernels of others.
 MOST_SCALE = 30.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """What is measured, and where."""
+    """Options of a measurement."""
 
     device: torch.device
     times: bool = True
     memory: bool = True
     compares_ranks: bool = True
-    """Whether ranks may turn out to be of different speed."""
+    """Whether the speeds of ranks are compared."""
     num_replicas: int = 1
-    """For collectives in calls."""
+    """Number of replicas, for collectives in calls."""
 
 
 class _Met(NamedTuple):
-    """What a rank says of the calls that it has met."""
+    """Kinds of calls that a rank has met."""
 
     cost: dict[str, float]
-    """Modelled seconds by kind, of those that can be measured."""
+    """Modelled seconds of each kind that can be measured."""
     kinds: dict[str, list[str]]
     """Kinds of the calls of each unit."""
     obstacles: dict[str, str]
-    """Why the calls of a kind cannot be measured."""
-
-
-class ProfilingRanks(NamedTuple):
-    """How ranks compare."""
-
-    speeds: tuple[float, ...] = ()
-    """Relative to the fastest; empty where they are alike or unknown."""
-    crowding: float = 1.0
-    """How much longer a call takes while all ranks run one; 1 where they have cores of their own."""
+    """Reason per kind that cannot be measured."""
 
 
 def measure(
     calls: Sequence[RecordedCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
 ) -> Measured:
-    """Measure the kinds of calls that rank 0 has met; collective over all ranks, where there are several.
+    """Measure the kinds of calls that rank 0 has met; collective over all ranks, if there are several.
 
     Args:
-        calls: of units, as the dry run has met them.
-        events: of the same dry run.
-        machine: what models the rest.
-        options: what is measured, and where.
+        calls: Calls of units, as recorded by a dry run.
+        events: Events of the same dry run.
+        machine: Performance model for everything else.
+        options: Quantities to measure, and the device.
     """
     rank, _ = _place()
     by_kind, mine = _describe(calls, events, machine)
@@ -86,31 +73,29 @@ def measure(
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
-    ranks = ProfilingRanks()
+    speeds: tuple[float, ...] = ()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
-        ranks = _compare(by_kind[common], options)
-    if ranks.crowding > 1:
-        plan = dict.fromkeys(plan, 0)
+        speeds = relative_speeds(_gathered(_speed(by_kind[common], options)))
     for kind in (kind for kind, owner in plan.items() if owner == rank):
         try:
             samples[kind] = _measured(by_kind[kind], options)
-        except Exception as error:  # the user's code, without the model around
+        except Exception as error:  # user code that runs outside of its model may raise anything
             failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
     found = _gathered((samples, failures))
     all_samples = {
-        kind: _at_full_speed(sample, ranks.speeds[owner] if ranks.speeds else 1.0)
+        kind: _at_full_speed(sample, speeds[owner] if speeds else 1.0)
         for owner, (theirs, _) in enumerate(found)
         for kind, sample in theirs.items()
     }
     reasons = {**met[0].obstacles, **{kind: why for _, theirs in found for kind, why in theirs.items()}}
-    return _assembled(met[0], all_samples, reasons, plan, ranks, options)
+    return _assembled(met[0], all_samples, reasons, plan, speeds, options)
 
 
 def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """The rank that measures each kind that rank 0 has met: the most expensive first, to whoever has least to do.
+    """Rank that measures each kind of rank 0: greedy load balancing, the most expensive kind first.
 
     Args:
-        costs: of each rank, the kinds that it has met with their modelled costs.
+        costs: Modelled costs by kind that a rank has met, for each rank.
     """
     load = [0.0] * len(costs)
     owner: dict[str, int] = {}
@@ -124,7 +109,7 @@ def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
 def _describe(
     calls: Sequence[RecordedCall], events: Sequence[Event], machine: Machine
 ) -> tuple[dict[str, RecordedCall], _Met]:
-    """One call of each kind, and what this rank says of all of them."""
+    """One call of each kind, and this rank's summary of all kinds."""
     work = modelled_work(events, machine)
     runs: dict[str, list[int]] = {}
     for position, event in enumerate(events):
@@ -134,7 +119,7 @@ def _describe(
     by_kind: dict[str, RecordedCall] = {}
     for call in calls:
         of_unit = met.kinds.setdefault(call.unit, [])
-        # There is no event of a call that ended the dry run.
+        # A call that ended the dry run has no event.
         run = next(iter(runs.get(call.unit, ())[len(of_unit) :]), None)
         kind = f"{call.kind} {None if run is None else events[run].effort}"
         of_unit.append(kind)
@@ -151,7 +136,7 @@ def _assembled(
     samples: Mapping[str, Sample],
     reasons: Mapping[str, str],
     plan: Mapping[str, int],
-    ranks: "ProfilingRanks",
+    rank_speeds: tuple[float, ...],
     options: MeasuringOptions,
 ) -> Measured:
     work: dict[str, Work] = {}
@@ -180,39 +165,15 @@ def _assembled(
         rank_of=rank_of,
         split_overhead=split_seconds / (sum(each.backward for each in work.values()) or 1.0),
         spread=spread_seconds / (sum(map(sum, work.values())) or 1.0),
-        rank_speeds=ranks.speeds,
-        crowding=ranks.crowding,
+        rank_speeds=rank_speeds,
         notes=tuple(notes),
     )
 
 
 def _scale(ratios: Sequence[float]) -> float:
-    """How much longer kernels take than modelled, by what calls of each kind took."""
+    """Median of measured over modelled seconds of kernels."""
     of_kernels = [ratio for ratio in ratios if 1 / MOST_SCALE <= ratio <= MOST_SCALE]
     return statistics.median(of_kernels) if of_kernels else 1.0
-
-
-def _compare(call: RecordedCall, options: MeasuringOptions) -> ProfilingRanks:
-    together = _gathered(_speed(call, options))
-    # The others rest here: they wait for the number.
-    alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
-    return ranks_of(alone, together)
-
-
-def ranks_of(alone: float, together: Sequence[float]) -> ProfilingRanks:
-    """What the speeds of ranks say of the cores that they have.
-
-    Args:
-        alone: speed of rank 0 while the others rest; 0: not known.
-        together: of all of them at once, by rank.
-    """
-    known = [speed for speed in together if speed]
-    # Who gets more of cores that are shared is a matter of chance, but not what all of them get.
-    crowding = alone * len(known) / sum(known) if known else 1.0
-    is_slower = alone > (1 + SAME_SPEED) * together[0] > 0
-    return (
-        ProfilingRanks(crowding=crowding) if is_slower and crowding >= CROWDED else ProfilingRanks(_relative(together))
-    )
 
 
 def _measured(call: RecordedCall, options: MeasuringOptions) -> Sample:
@@ -222,16 +183,16 @@ def _measured(call: RecordedCall, options: MeasuringOptions) -> Sample:
 
 
 def _speed(call: RecordedCall, options: MeasuringOptions) -> float:
-    """Calls per second; 0 where it cannot be told."""
+    """Calls per second; 0 if the call fails."""
     try:
         sample = _measured(call, replace(options, memory=False))
     except Exception:
-        return 0.0  # whoever has to measure it will say why
+        return 0.0  # the rank that measures this kind reports the reason
     return 1.0 / max(sum(sample.work), 1e-9)
 
 
-def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Relative to the fastest; empty where ranks are alike or unknown."""
+def relative_speeds(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speed of each rank relative to the fastest; empty if ranks are alike or one speed is unknown (0)."""
     fastest, slowest = max(speeds), min(speeds)
     if slowest <= 0 or slowest >= (1 - SAME_SPEED) * fastest:
         return ()
@@ -247,12 +208,12 @@ def _at_full_speed(sample: Sample, speed: float) -> Sample:
 
 
 def _place() -> tuple[int, int]:
-    """This rank, and how many there are; planning needs no process group."""
+    """Rank and world size; planning works without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """What every rank has, by rank."""
+    """``mine`` of every rank, by rank."""
     _, world_size = _place()
     if world_size == 1:
         return [mine]

@@ -1,9 +1,8 @@
-"""The calls of units that a dry run meets, kept so that they can be repeated without the model around.
+"""Recorded unit calls of a dry run, replayable without the surrounding model.
 
-Tensors are kept by their metadata, and whole numbers and masks of the batch as they are: they say which rows of a table
-are read, and how long a sequence is. Two calls are of one kind if the units are built alike and get arguments of the
-same metadata. Other objects (a key/value cache) are copied, without the values of what they hold; they count by their
-class.
+Tensors are recorded as metadata; integers and masks of the batch keep their values, which select rows of tables and set
+lengths of sequences. Two calls are of one kind if the units are built alike and get arguments of the same metadata.
+Other objects (a key/value cache) are copied without the values of their tensors; they are compared by class.
 """
 
 import hashlib
@@ -25,14 +24,14 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["CallLog", "Modes", "OpaqueArgument", "RecordedCall"]
 
-# Of any module: its tensors, its parts and hooks.
+# Attributes that every module has: tensors, submodules and hooks.
 STATE = frozenset(vars(nn.Module())) - {"training"}
-# Options deeper inside of others do not count: an object may even hold itself.
+# Deeper nested options are ignored: an object may even hold itself.
 DEPTH = 4
 
 
 class Modes(NamedTuple):
-    """The thread's modes that change what a call does."""
+    """Modes of the thread that affect a call: grad, inference, autocast."""
 
     computes_gradients: bool
     is_inference: bool
@@ -40,59 +39,59 @@ class Modes(NamedTuple):
 
     @classmethod
     def current(cls, device_type: str) -> "Modes":
-        """Those of the caller."""
+        """Modes of the calling thread."""
         is_on = torch.is_autocast_enabled(device_type)
         autocast = torch.get_autocast_dtype(device_type) if is_on else None
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
     @contextmanager
     def entered(self, device_type: str) -> Iterator[None]:
-        """These modes, whatever the caller's are."""
+        """Set these modes for the duration of the context."""
         autocast = torch.autocast(device_type, dtype=self.autocast, enabled=self.autocast is not None)
         with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.computes_gradients), autocast:
             yield
 
 
 class RecordedCall(NamedTuple):
-    """A call of a unit."""
+    """Call of a unit with the metadata of its arguments."""
 
     unit: str
     callee: Callee
     leaves: tuple[Any, ...]
-    """Flattened arguments, tensors that depend on units by their metadata."""
+    """Flattened arguments; tensors as metadata."""
     structure: Any
     modes: Modes
 
     @property
     def kind(self) -> str:
-        """The same text, on any rank, for calls of units that are built alike, with arguments that are alike."""
+        """Fingerprint of the unit's construction and the arguments' metadata; comparable across ranks."""
         assert self.callee.module is not None
         parts = [*_construction(self.callee.module), *map(_description, self.leaves), self.structure, self.modes]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     @property
     def obstacle(self) -> str:
-        """Why it cannot be repeated without the model around; empty if it can."""
+        """Reason why the call cannot be replayed alone; empty if it can."""
         found = sorted({leaf.kind for leaf in self.leaves if isinstance(leaf, OpaqueArgument)})
         return f"it gets an object that cannot be copied ({', '.join(found)})" if found else ""
 
 
 @final
 class OpaqueArgument(NamedTuple):
-    """Stands for an object that cannot be copied."""
+    """Placeholder of an argument that cannot be copied."""
 
     kind: str
 
 
 @final
 class CallLog:
-    """Notes calls of units.
+    """Recorder of unit calls.
 
     Args:
-        device_type: of the device that the calls are for.
+        device_type: Type of the device of the calls.
 
     Attributes:
-        calls: in program order.
+        calls: Recorded calls, in program order.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -100,7 +99,7 @@ class CallLog:
         self.calls: list[RecordedCall] = []
 
     def note(self, callee: Callee, args: Any, kwargs: Any) -> None:
-        """``callee`` is called."""
+        """Record a call of ``callee``."""
         leaves, structure = flatten_call(args, kwargs)
         modes = Modes.current(self._device_type)
         self.calls.append(RecordedCall(str(callee.key), callee, tuple(map(_kept, leaves)), structure, modes))
@@ -114,14 +113,14 @@ def _kept(leaf: Any) -> Any:
         return leaf if has_values else TensorSpec.of(leaf)
     try:
         return stand_in(leaf, lambda spec: torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta"))
-    except Exception:  # whatever the object does about that
+    except Exception:  # copying runs methods of the user's object, which may raise anything
         return OpaqueArgument(type(leaf).__qualname__)
 
 
 def _construction(module: nn.Module) -> Iterator[str]:
-    """How a module is built: classes, options, shapes."""
+    """Construction of a module: classes, options, shapes."""
     for name, part in module.named_modules():
-        # Whole numbers do not count: they number layers. Where they say how much is done, operations tell.
+        # Integers are ignored: they number layers. If they change the amount of work, the operations differ.
         options = {key: value for key, value in vars(part).items() if key not in STATE and type(value) is not int}
         yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {_option(options)}"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -129,7 +128,7 @@ def _construction(module: nn.Module) -> Iterator[str]:
 
 
 def _option(value: Any, depth: int = DEPTH) -> str:
-    """The same text for options that are equal, on any rank; that of their class for objects."""
+    """Text of an option, equal on all ranks for equal options; objects of unknown classes are named by class."""
     kind = type(value).__qualname__
     if isinstance(value, (Enum, *IMMUTABLE)):
         return repr(value)

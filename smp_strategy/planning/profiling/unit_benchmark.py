@@ -1,8 +1,7 @@
-"""One call of a unit, run by itself: how long it takes and what it makes autograd keep.
+"""Microbenchmark of a single unit call: time of forward and backward, and bytes that autograd saves.
 
-The unit computes with copies of its parameters and buffers, so it need not have any values (a unit on the meta device
-gets random ones), and nothing that it does reaches them. Random streams, attributes and containers that its hooks
-reach are put back.
+The unit computes with copies of its parameters and buffers, so it may be on the meta device (copies get random values
+then), and never changes the originals. Random streams, attributes, and containers that its hooks reach are restored.
 """
 
 import statistics
@@ -34,35 +33,35 @@ __all__ = ["Sample", "measure_alone"]
 
 WARM_UPS = 2
 FEWEST_REPEATS, MOST_REPEATS = 10, 25
-# Repeats end after this time, once there are enough.
+# Repeats beyond the fewest stop after this time.
 ENOUGH_SECONDS = 0.25
-# Standard deviation over the median of deviations, where times are distributed normally.
+# Standard deviation over median absolute deviation of a normal distribution.
 NORMAL = 1.4826
 
 
 class Sample(NamedTuple):
-    """What was measured of a call."""
+    """Measured costs of a call."""
 
     work: Work
-    """Medians; zeros where times are not asked for."""
+    """Medians; zeros if times are not measured."""
     saved_bytes: int
     split_seconds: float = 0.0
-    """What its backward takes longer in two parts."""
+    """Overhead of its backward in two parts."""
     spread_seconds: float = 0.0
-    """How far what it takes is from that: the standard deviation, as the median of all deviations tells it."""
+    """Standard deviation of its time, estimated from the median absolute deviation."""
 
 
 def measure_alone(
     call: RecordedCall, device: torch.device, *, times: bool, memory: bool, num_replicas: int = 1
 ) -> Sample:
-    """Run ``call`` on ``device``.
+    """Run ``call`` alone on ``device``.
 
     Args:
-        call: what is run.
-        device: where.
-        times: whether to repeat it and take times.
-        memory: whether to look at what autograd keeps.
-        num_replicas: would meet in its collectives; here it meets nobody.
+        call: Recorded call of a unit.
+        device: Device of the measurement.
+        times: Whether to repeat the call and time it.
+        memory: Whether to count the bytes that autograd saves.
+        num_replicas: Size of the group that its collectives expect; they exchange nothing here.
     """
     module = call.callee.module
     assert module is not None
@@ -83,7 +82,7 @@ def measure_alone(
 
 
 def _times(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device) -> Sample:
-    """What it takes; nothing of what it makes autograd keep."""
+    """Times of repeated calls, without saved bytes."""
     for _ in range(WARM_UPS):
         _turn(call, weights, device)
     found: list[tuple[float, ...]] = []
@@ -96,17 +95,17 @@ def _times(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.devi
     spread = NORMAL * statistics.median([abs(total - usual) for total in totals])
     if not first:
         return Sample(Work(forward, 0.0, whole), 0, 0.0, spread)
-    # Runs of the same turn are compared: a machine that is slower for a while is so for both.
+    # Paired differences within a turn: a machine that is slower for a while is so for both runs.
     longer = statistics.median([first + later - whole for _, whole, first, later in found])
     later = min(later, whole)
     return Sample(Work(forward, whole - later, later), 0, max(longer, 0.0) if later else 0.0, spread)
 
 
 def _turn(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[float, float, float, float]:
-    """Seconds of forward, of backward as a whole, and of its two parts, of which one may be missing.
+    """Seconds of forward, of the whole backward, and of its two parts; a missing part takes 0.
 
-    The second part comes when the whole has run in between. In a timetable, too, others run there, after which what it
-    works on is in no cache any more. Right after the first part it would seem cheaper than it is.
+    The whole backward runs between the two parts, as other passes do in a schedule: right after the first part, the
+    second would find its data in the cache and seem cheaper than it is.
     """
     _, first, deferred = _time_once(call, weights, device, splits=True)
     forward, whole, _ = _time_once(call, weights, device, splits=False)
@@ -116,7 +115,7 @@ def _turn(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.devic
 def _time_once(
     call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device, *, splits: bool
 ) -> tuple[float, float, Deferred]:
-    """Seconds of forward, and of backward as a whole or of its first part; with what is left of it then."""
+    """Seconds of forward, and of backward: the whole, or its first part together with the deferred second part."""
     imports: list[Import] = []
     inputs = [_entered(_real(leaf, device), imports) for leaf in call.leaves]
     forward, result = _timed(lambda: _run(call, weights, inputs, device), device)
@@ -132,7 +131,7 @@ def _time_once(
 
 
 def _entered(leaf: Any, imports: list[Import]) -> Any:
-    """An argument as it comes from another stage."""
+    """Argument as if received from another stage."""
     if not (isinstance(leaf, Tensor) and leaf.requires_grad):
         return leaf
     imports.append(Import(-1, None))
@@ -154,7 +153,7 @@ def _saved_bytes(call: RecordedCall, weights: Mapping[str, Tensor], device: torc
 
 def _run(call: RecordedCall, weights: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device) -> Any:
     args, kwargs = unflatten_call(inputs, call.structure)
-    # Anew for each run: autocast keeps casts of weights, with their graph, as long as it lasts.
+    # New modes for each run: autocast caches casts of weights, with their graph, as long as it lasts.
     with call.modes.entered(device.type):
         return call_with(call.callee, dict(weights), args, kwargs)
 
@@ -171,7 +170,7 @@ def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]
 
 
 def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    """A leaf with the values of ``tensor``, or random ones, as the unit sees it."""
+    """Leaf tensor with the values of ``tensor``, or random ones, in the dtype that the unit computes with."""
     if tensor.is_meta:
         spec = replace(TensorSpec.of(tensor), requires_grad=False, dtype=dtype or tensor.dtype)
         return _made(spec, device).requires_grad_(tensor.requires_grad)
@@ -179,16 +178,16 @@ def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Te
 
 
 def _real(leaf: Any, device: torch.device) -> Any:
-    """An argument with values."""
+    """Argument with values instead of metadata."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to(device, copy=True)
     return stand_in(leaf, lambda spec: _made(spec, device))
 
 
 def _made(spec: TensorSpec, device: torch.device) -> Tensor:
-    """A tensor like ``spec``: random numbers, zeros for whole ones, ``True`` for truth values."""
+    """Tensor like ``spec``: random for floating point, zeros for integers, ``True`` for booleans."""
     made = imitate(replace(spec, device=device))
-    # All of its memory, of which it may be a view that overlaps itself.
+    # Fill the whole storage: the tensor may be a view that overlaps itself.
     memory = torch.empty(0, dtype=spec.dtype, device=device).set_(made.untyped_storage())
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         memory.normal_()

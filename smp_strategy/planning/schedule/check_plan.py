@@ -1,7 +1,7 @@
-"""The proof that a plan can be carried out: every pass once, in an order that the runtime can follow, to the end.
+"""Verification of a plan: every pass runs once, in an order that the runtime can follow, and without deadlock.
 
-The plan is executed on symbols: each stage does its actions one after the other and blocks until what an action needs
-has been done on other stages. If all stages that have not finished are blocked, they would wait for ever.
+The plan is executed symbolically: each stage runs its actions in order and blocks until the inputs of an action have
+been produced on other stages. If all unfinished stages are blocked, the plan deadlocks.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class PlanError(AssertionError):
 
 
 def check(plan: Plan, flow: Flow, num_microbatches: int) -> None:
-    """Prove that ``plan`` does all passes of ``flow`` and comes to an end.
+    """Verify that ``plan`` runs all passes of ``flow`` and terminates.
 
     Raises:
         PlanError: a pass is missing, superfluous or out of order, or stages would wait for ever.
@@ -53,7 +53,7 @@ def _check_complete(
 
 
 def _check_order(stage: int, actions: tuple[Action, ...], last_segment: int) -> None:
-    """What the runtime relies on; see :mod:`smp_strategy.pipeline.microbatch_runner`."""
+    """Order constraints of :mod:`smp_strategy.pipeline.microbatch_runner`."""
     next_microbatch: Counter[tuple[str, int]] = Counter()
     forward: Counter[int] = Counter()
     backward: dict[int, int] = {}

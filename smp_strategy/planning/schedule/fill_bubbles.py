@@ -1,8 +1,8 @@
-"""Weight gradients in the waits of a timetable that is otherwise given.
+"""Bubble filling: moves weight gradients into the idle times of a given schedule.
 
-Nobody waits for them but the optimizer, so a timetable with whole backwards becomes one with split backwards like
-this: forwards and input gradients keep their order, and whenever a stage would wait for its next pass it computes
-weight gradients that it owes. What is left over comes at the end (as in torch's interleaved Zero Bubble).
+Only the optimizer waits for weight gradients. So forwards and input gradients keep their order, and whenever a stage
+would wait for its next pass, it computes weight gradients that are due. The rest comes at the end (as in torch's
+interleaved Zero Bubble).
 """
 
 from collections import deque
@@ -13,13 +13,13 @@ __all__ = ["fill_waits"]
 
 
 def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole: int = 0) -> list[list[ScheduledPass]]:
-    """``orders`` with split backwards whose weight gradients fill the waits.
+    """``orders`` with split backwards whose weight gradients fill the bubbles.
 
     Args:
-        graph: what waits for what.
-        orders: passes of each stage.
-        impatience: share of a weight gradient that may hold up the next pass.
-        num_whole: backwards of the first so many microbatches stay whole.
+        graph: Dependencies and costs of the passes.
+        orders: Passes of each stage.
+        impatience: Share of a weight gradient that may delay the next pass.
+        num_whole: Number of first microbatches whose backwards stay whole.
     """
     given = [
         deque(entry for entry in graph.parted(order, num_whole=num_whole) if entry.kind != "W") for order in orders
@@ -50,7 +50,7 @@ def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole
 
 
 def _start(graph: StepGraph, entry: ScheduledPass, ends: dict[tuple[int, int], float]) -> float | None:
-    """When the inputs of a pass are there; ``None`` while one of them is not made."""
+    """Time at which all inputs of a pass have arrived; ``None`` while one is not produced yet."""
     start = 0.0
     for need, delay in graph.needs[graph.track(entry.kind, entry.segment)]:
         end = ends.get((need, entry.microbatch))

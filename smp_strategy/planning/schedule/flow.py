@@ -1,4 +1,4 @@
-"""The segment graph of a microbatch: what a schedule has to order.
+"""Segment graph of a microbatch: the input of the schedulers.
 
 The routing rule (:mod:`smp_strategy.pipeline.routing`), applied to a trace under an assignment of units to stages,
 gives the segments of each stage, their work, and the messages between them.
@@ -16,41 +16,41 @@ __all__ = ["Flow", "KeptBytes", "route"]
 
 
 class KeptBytes(NamedTuple):
-    """What a call keeps for its backward."""
+    """Activation bytes of a call."""
 
     name: str
-    """Of the unit; empty: it is an operation of the glue."""
+    """Name of the unit; empty for a glue operation."""
     saved: int
-    """On the device, until its backward is through."""
+    """Bytes on the device until the end of its backward."""
     again: int = 0
-    """What comes in addition while its backward runs, as it is computed again."""
+    """Recomputed bytes, on the device during its backward."""
     offloaded: int = 0
-    """What goes to host memory, and is back when its backward comes near."""
+    """Bytes in host memory, loaded ahead of its backward."""
     position: int = -1
-    """Of the event among those of the microbatch."""
+    """Position of the event in the microbatch."""
 
 
 @final
 @dataclass(frozen=True)
 class Flow:
-    """The segments of one microbatch on all stages and how they depend on each other."""
+    """Segments of one microbatch on all stages, with their dependencies."""
 
     num_stages: int
     work: Mapping[SegmentId, Work]
     """Segments in program order, with the work of their events."""
     forward_needs: Mapping[SegmentId, Mapping[SegmentId, int]]
-    """Segments whose forward must come before, with the bytes that travel from there; earlier segments of the same
-    stage included."""
+    """Segments whose forward must come before, with the bytes sent from there; includes earlier segments of the same
+    stage."""
     backward_needs: Mapping[SegmentId, Mapping[SegmentId, int]]
-    """For segments that have a backward: the segments whose backward must come before, with the bytes of gradients
-    that travel from there."""
+    """For segments with a backward: the segments whose backward must come before, with the bytes of gradients sent
+    from there."""
     kept: Mapping[SegmentId, Sequence[KeptBytes]]
-    """What the calls of each segment keep for its backward, in the order of the program."""
+    """Activations of the calls of each segment, in program order."""
     cut_bytes: Mapping[tuple[int, int], int]
     """Forward bytes from stage to stage, per microbatch."""
 
     def at_speeds(self, speeds: Sequence[float]) -> "Flow":
-        """The same on stages of these relative speeds; none are given: all alike."""
+        """Graph on stages of these relative speeds; empty: all equal."""
         if not speeds:
             return self
         return replace(
@@ -59,13 +59,13 @@ class Flow:
 
 
 def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapping[int, Work]) -> Flow:
-    """The segment graph that a traced microbatch makes under an assignment of units to stages.
+    """Segment graph of a traced microbatch under an assignment of units to stages.
 
     Args:
-        trace: the events of one microbatch.
-        stage_of: stage of each unit, by qualified name.
-        num_stages: number of pipeline stages.
-        work: what each event costs, by its position in the trace; nothing where it has no entry.
+        trace: Events of one microbatch.
+        stage_of: Stage of each unit, by qualified name.
+        num_stages: Number of pipeline stages.
+        work: Work of each event, by its position in the trace; zero for missing ones.
     """
     router = Router(stage_of, num_stages)
     placed = [(event, router.place(event)) for event in trace.events]
@@ -125,8 +125,8 @@ def _add_backward_needs(
     received_in: Mapping[tuple[int, int], SegmentId],
     sizes: Mapping[int, int],
 ) -> None:
-    """The gradient of a value travels back along the way it came: from the segment that used it to the one in which
-    this stage received it, and from there to the segment that made it."""
+    """Add the way of gradients: from the segment that used a value to the one in which this stage received it, and from
+    there to the segment that made it."""
     sent: set[tuple[int, SegmentId]] = set()
     for value, user in uses:
         way = [user, received_in.get((value, user.stage)), made_in.get(value)]

@@ -1,10 +1,10 @@
-"""List scheduling: whenever a stage is free it takes the best of its passes whose inputs are there.
+"""List scheduling: a stage that is free takes the pass of highest priority whose inputs have arrived.
 
-What is best is a matter of rules. A pass that is only *about* to become possible may be waited for (``patience``): a
-weight gradient, for which nobody waits, should not make a stage late for an input gradient.
+Rules define the priority. A stage may wait for a pass whose inputs are only *about* to arrive (``patience``): a weight
+gradient, which only the optimizer needs, should not make a stage late for an input gradient.
 
-Caps on what is in flight are kept by every stage for itself. Where all stages wait because of caps (programs that go
-back and forth between stages need more in flight), the earliest pass goes on against its cap: there is no deadlock.
+Every stage limits its own microbatches in flight. If all stages wait because of these limits (programs that go back
+and forth between stages need more in flight), the earliest pass runs against its limit: there is no deadlock.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ __all__ = ["Rules", "list_schedule"]
 
 
 class Rules(NamedTuple):
-    """What a stage prefers, and how much it may begin."""
+    """Priorities and limits of a stage."""
 
     forward_first: bool = False
     splits: bool = False
-    """Compute gradients of weights, and backward where it ends, when there is nothing else to do."""
+    """Whether weight gradients, and the backward of the first segment, have the lowest priority."""
     most_microbatches: int | None = None
-    """Microbatches in flight on a stage."""
+    """Most microbatches in flight on the stage."""
     most_live: int | None = None
-    """Visits in flight."""
+    """Most visits in flight on the stage."""
     group: int | None = None
     """Microbatches that go through a visit before the first of them goes through the next one; ``None``: earlier
     microbatches first."""
     patience: float = 0.0
-    """For how much of its own time a pass of lower rank lets the stage wait for one of a higher rank."""
+    """Time that the stage waits for a pass of higher priority, as a share of the pass that could run instead."""
 
 
 def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[ScheduledPass]]:
-    """The order in which each stage does its passes, by its rules."""
+    """Order of the passes of each stage under its rules."""
     stages = [_StageQueue(graph, rules[stage], stage) for stage in range(graph.num_stages)]
     ends: list[list[float]] = [[] for _ in graph.needs]
     waiting = _followers(graph)
@@ -47,6 +47,7 @@ def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Schedul
         choice = min(choices)
         stages[choice.stage].run(choice, ends)
         left -= 1
+        # Only the stage itself and those that wait for this pass can have another choice now.
         best[choice.stage] = stages[choice.stage].choose(ends)
         for other in waiting[choice.track]:
             best[other] = stages[other].choose(ends)
@@ -54,7 +55,7 @@ def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Schedul
 
 
 def _followers(graph: StepGraph) -> list[set[int]]:
-    """Per track, the other stages that wait for it."""
+    """Other stages that wait for each track."""
     found: list[set[int]] = [set() for _ in graph.needs]
     for track, needs in enumerate(graph.needs):
         for need, _ in needs:
@@ -64,7 +65,7 @@ def _followers(graph: StepGraph) -> list[set[int]]:
 
 
 class _Choice(NamedTuple):
-    """What a stage would do next; the smallest is done first."""
+    """Next pass of a stage; the smallest of all stages runs first."""
 
     start: float
     rank: tuple[int, ...]
@@ -74,7 +75,7 @@ class _Choice(NamedTuple):
 
 @final
 class _StageQueue:
-    """The passes of one stage that are still to do."""
+    """Remaining passes of one stage, with their priorities."""
 
     def __init__(self, graph: StepGraph, rules: Rules, stage: int) -> None:
         self._stage = stage
@@ -111,7 +112,7 @@ class _StageQueue:
             ]
 
     def choose(self, ends: list[list[float]], *, ignore_caps: bool = False) -> _Choice | None:
-        """The best of the passes whose inputs are known; ``None`` if there is none, or none within the caps."""
+        """The pass of highest priority whose inputs are known; ``None`` if there is none within the limits."""
         best: tuple[float, tuple[int, ...], float, int] | None = None
         full = () if ignore_caps else self._closed()
         for track, microbatch in self._reached.items():
@@ -134,7 +135,7 @@ class _StageQueue:
         return None if best is None else _Choice(best[2], best[1], self._stage, best[3])
 
     def _closed(self) -> list[int]:
-        """Tracks that would begin more than the caps allow."""
+        """Tracks whose next pass would exceed the limits."""
         rules = self._rules
         closed: list[int] = []
         if rules.most_microbatches is not None:
@@ -149,7 +150,7 @@ class _StageQueue:
         return closed
 
     def run(self, choice: _Choice, ends: list[list[float]]) -> None:
-        """Do a pass."""
+        """Append a pass to the order."""
         kind, segment = self._kinds[choice.track], choice.track % len(self._graph.segments)
         end = self._free_at = choice.start + self._graph.cost(kind, segment)
         ends[choice.track].append(end)

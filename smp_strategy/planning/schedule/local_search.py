@@ -1,12 +1,12 @@
-"""Better orders for a step whose timetable is known, by small changes.
+"""Tabu search on the critical path: improves the order of passes of a schedule (Nowicki and Smutnicki, 1996).
 
-The end of a timetable is the length of a chain of passes without a gap in it, the *critical path*, and only a change of
-order within a stage's part of it can bring it forward. So a pass is moved to the beginning or the end of its part, or
-by one place, as long as that helps, and a few times more (tabu search in the manner of Nowicki and Smutnicki,
-Management Science 42(6), 1996, for job shops). No random numbers: all ranks find the same.
+The end of a schedule is the length of a chain of passes without a gap, the *critical path*, and only a change of order
+within a stage's block of it can make the schedule shorter. So a pass is moved to the beginning or the end of its block,
+or by one place, as long as that helps, and a few times more (Management Science 42(6), for job shops). There are no
+random numbers: all ranks find the same.
 
-What counts is the end of a number of steps in a row (:mod:`smp_strategy.planning.schedule.scoring`). A pass that is
-moved is moved in all of them.
+The objective is the end of a number of steps in a row (:mod:`smp_strategy.planning.schedule.scoring`). A move applies
+to all of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,31 +18,32 @@ from smp_strategy.planning.schedule.step_graph import Orders, ScheduledPass
 
 __all__ = ["LocalSearch"]
 
-# Passes that one search may time, for each step in a row: a fraction of a second in all.
+# Budget of one search in simulated passes, per step in a row: a fraction of a second in all. See [Note: same decision
+# on every rank].
 MOST_PASSES = 200_000
-# Moves without a gain before local search gives up, and for how many of them a pass stays where it was moved.
+# Moves without a gain before the search gives up, and moves for which a moved pass stays in place.
 MOST_BAD_MOVES = 12
 TABU_MOVES = 6
 
 
 @final
 class LocalSearch:
-    """See the module docstring.
+    """Tabu search for better orders, with a budget of simulated passes that all its calls share.
 
     Args:
-        judge: says what is better.
-        splits: whether weight gradients may be passes of their own.
+        scorer: Objective and limits.
+        splits: Whether weight gradients may be passes of their own.
     """
 
-    def __init__(self, judge: PlanScorer, *, splits: bool) -> None:
-        self._judge = judge
-        self._graph = judge.graph
-        self._bound = judge.bound(splits=splits)
-        self._passes_left = MOST_PASSES * judge.steps
+    def __init__(self, scorer: PlanScorer, *, splits: bool) -> None:
+        self._scorer = scorer
+        self._graph = scorer.graph
+        self._bound = scorer.bound(splits=splits)
+        self._passes_left = MOST_PASSES * scorer.steps
 
     def improve(self, plan: Plan, beginnings: Iterable[Orders]) -> Plan:
-        """The best that is found from ``beginnings``, or ``plan``, if there is nothing better."""
-        best = self._judge.timed(self._graph.orders_of(plan))
+        """The best plan found from the starting orders ``beginnings``, or ``plan`` if none is better."""
+        best = self._scorer.timed(self._graph.orders_of(plan))
         if best.end <= self._bound:
             beginnings = ()
         # The most promising first: there may not be time for all of them.
@@ -54,13 +55,13 @@ class LocalSearch:
                 orders = self._graph.orders_of(improved.plan)
                 for everywhere in (True, False):
                     merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
-                    best = self._judge.better(merged, best)
+                    best = self._scorer.better(merged, best)
         return self._with_whole_backwards(best).plan
 
     def _with_whole_backwards(self, best: Timed) -> Timed:
-        """``best`` with fewer split backwards, where it ends no later without them: splits cost work.
+        """``best`` with fewer split backwards, as long as it ends no later: splits cost work.
 
-        Sums of gradients keep their order if the first backwards of a segment are whole.
+        The first backwards of a segment become whole, the last ones stay split: see [Note: order of sums].
         """
         orders = self._graph.orders_of(best.plan)
         for stage, order in enumerate(orders):
@@ -68,20 +69,20 @@ class LocalSearch:
                 for count in self._graph.halvings:
                     whole = self._graph.whole(orders[stage], segment, count)
                     after = self._follow([*orders[:stage], whole, *orders[stage + 1 :]])
-                    if after.end <= best.end and not after.is_late and self._judge.allows(after.plan):
+                    if after.end <= best.end and not after.is_late and self._scorer.allows(after.plan):
                         best, orders = after, self._graph.orders_of(after.plan)
                         break
         return best
 
     def _descend(self, orders: Orders) -> Timed | None:
-        """Tabu search: the best move each time, also a bad one, but no pass again that has just been moved.
+        """Take the best move each time, even a bad one, but never move a pass again that was just moved.
 
         Returns:
-            The best on the way; ``None`` where ``orders`` do not fit.
+            The best plan on the way; ``None`` if ``orders`` exceed the limits.
         """
         now = best = self._follow(orders)
         orders = self._graph.orders_of(now.plan)
-        if not self._judge.allows(now.plan):
+        if not self._scorer.allows(now.plan):
             return None
         moved: list[ScheduledPass] = []
         since = 0
@@ -89,13 +90,13 @@ class LocalSearch:
             options: list[tuple[float, int, Timed, ScheduledPass]] = []
             for stage, entry, order in self._moves(now, orders):
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
-                is_better = neighbour.end < best.end * (1 - TOLERANCE)
-                if (is_better or entry not in moved[-TABU_MOVES:]) and self._judge.allows(neighbour.plan):
+                is_better = neighbour.end < best.end * (1 - TOLERANCE)  # aspiration: a new best overrides the tabu
+                if (is_better or entry not in moved[-TABU_MOVES:]) and self._scorer.allows(neighbour.plan):
                     options.append((neighbour.end, len(options), neighbour, entry))
             if not options:
                 break
             _, _, now, entry = min(options, key=lambda option: option[:2])
-            orders = self._graph.orders_of(now.plan)  # that may have been repaired
+            orders = self._graph.orders_of(now.plan)  # not the moved ones: a deadlock may have been repaired
             moved.append(entry)
             since += 1
             if now.end < best.end * (1 - TOLERANCE):
@@ -103,13 +104,13 @@ class LocalSearch:
         return best
 
     def _follow(self, orders: Orders) -> Timed:
-        self._passes_left -= self._judge.steps * sum(map(len, orders))
-        return self._judge.timed(orders)
+        self._passes_left -= self._scorer.steps * sum(map(len, orders))
+        return self._scorer.timed(orders)
 
     def _moves(
         self, timed: Timed, orders: list[list[ScheduledPass]]
     ) -> Iterator[tuple[int, ScheduledPass, list[ScheduledPass]]]:
-        """Orders of one stage with one critical pass at another place."""
+        """Neighbours: orders of one stage with one critical pass at another place."""
         seen: set[tuple[int, int, int]] = set()
         for stage, first, last in _blocks(self._critical_path(timed, orders), [len(order) for order in orders]):
             for position in range(first, last + 1):
@@ -122,7 +123,7 @@ class LocalSearch:
                         yield stage, orders[stage][position], order
 
     def _critical_path(self, timed: Timed, orders: list[list[ScheduledPass]]) -> list[tuple[int, int]]:
-        """Stage and position in the row of passes that follow each other without a gap, up to the last one."""
+        """Stage and position in the row of the passes on the critical path, up to the last one."""
         graph, row = self._graph, timed.row
         places: dict[tuple[int, int], tuple[int, int]] = {}
         for stage, order in enumerate(orders):
@@ -154,11 +155,11 @@ def _same(one: float, other: float) -> bool:
 
 
 def _blocks(path: Sequence[tuple[int, int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Stage, first and last position of each run of passes on a stage and within a step.
+    """Blocks of the critical path: stage, first and last position of each run on one stage within one step.
 
     Args:
-        path: stages with positions in a row of steps.
-        lengths: passes of each stage in a step.
+        path: Stages with positions in a row of steps.
+        lengths: Number of passes of each stage in a step.
     """
     blocks: list[list[int]] = []
     for stage, place in path:

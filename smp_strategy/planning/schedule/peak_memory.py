@@ -1,12 +1,13 @@
-"""When is a stage fullest of what it keeps for backward, and how full is it then?
+"""Peak activation memory of each stage under a schedule, with recomputation and offload.
 
-What a segment keeps is there from its forward to the end of its backward. Three things make that less simple:
+A segment keeps its activations from its forward to the end of its backward, with three refinements:
 
-* What is computed again comes back unit by unit, while backward passes it, beside what the units before it keep. If
-  weight gradients are left for later, what other units keep stays until they are computed.
-* What is in host memory is on the device near its use: from *horizon* actions before its backward on, and for some
-  calls after its forward, while it is copied away. A single stage counts calls of units, and not actions.
-* A plan has many moments, and only those count than which no other is fuller whatever the units keep.
+* Recomputed activations come back unit by unit during backward, beside the activations that the units before keep. If
+  weight gradients are postponed, the activations of other units stay until they are computed.
+* Offloaded activations are on the device near their use: from *horizon* actions before their backward on, and for some
+  calls after their forward, while they are copied away. A single stage counts calls of units instead of actions.
+* Only moments that no other moment covers matter: a moment covers another if it is at least as full, whatever units
+  keep.
 """
 
 from collections import Counter
@@ -21,35 +22,35 @@ from smp_strategy.planning.schedule.flow import Flow, KeptBytes
 __all__ = ["DEFAULT_HORIZON", "ActionMemory", "moments", "peak_saved_bytes", "used_bytes"]
 
 DEFAULT_HORIZON = 4
-# Calls whose copies to the host are under way, or wait for that, while the next one computes.
+# Calls with pending or queued copies to the host while the next call computes.
 LEAVING_CALLS = 3
 
 
 class Running(NamedTuple):
-    """The segment that a stage works on."""
+    """Segment that a stage runs during an action."""
 
     segment: SegmentId
     recomputes: bool
-    """Whether it goes back through its calls, and computes again what was not kept."""
+    """Whether it runs backward through its calls and recomputes dropped activations."""
     frees: bool
-    """Whether calls that it has passed let go of what they keep."""
+    """Whether calls free their activations once backward has passed them."""
     window: int
-    """Consecutive calls whose offloaded tensors are on the device."""
+    """Number of consecutive calls whose offloaded tensors are on the device."""
 
 
 @final
 @dataclass(frozen=True)
 class ActionMemory:
-    """What is on a stage during one action, in numbers of microbatches of each of its segments."""
+    """Activations on a stage during one action, as numbers of microbatches per segment."""
 
     kept: Mapping[SegmentId, int] = field(default_factory=dict)
-    """Of which all is there that is kept on the device; without ``running``."""
+    """Microbatches whose activations for the device are there, without those of ``running``."""
     near: Mapping[SegmentId, int] = field(default_factory=dict)
-    """Of which that is there, too, which is offloaded."""
+    """Microbatches whose offloaded activations are there."""
     running: Running | None = None
 
     def covers(self, other: "ActionMemory") -> bool:
-        """Whether this moment is at least as full as ``other``, whatever units keep."""
+        """Whether this moment is at least as full as ``other``, for any sizes of activations."""
         mine, theirs = self.running, other.running
         is_alike = theirs is None or (mine is not None and mine.segment == theirs.segment)
         if theirs is not None and is_alike:
@@ -64,12 +65,12 @@ class ActionMemory:
 
 
 def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tuple[ActionMemory, ...], ...]:
-    """The moments of each stage that count.
+    """Moments of each stage that no other moment covers.
 
     Args:
-        plan: order of the actions.
-        flow: segments of one microbatch.
-        horizon: how far ahead of its use something comes back from host memory: actions, or calls on a single stage.
+        plan: Order of the actions.
+        flow: Segments of one microbatch.
+        horizon: Actions (calls on a single stage) by which copies from host memory come ahead of their use.
     """
     found = []
     for stage in range(flow.num_stages):
@@ -85,7 +86,7 @@ def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tup
 def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[ActionMemory]:
     actions = plan.stages[stage]
     by_calls = flow.num_stages == 1
-    # Where backward passes each segment of each microbatch.
+    # Position of the backward of each segment and microbatch.
     uses = {
         (action.segment, action.microbatch): position
         for position, action in enumerate(actions)
@@ -115,14 +116,14 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Ac
 
 
 def used_bytes(moment: ActionMemory, flow: Flow) -> int:
-    """Bytes that are kept for backward at a moment."""
+    """Bytes of activations at a moment."""
     used = sum(count * sum(call.saved for call in flow.kept[segment]) for segment, count in moment.kept.items())
     used += sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in moment.near.items())
     return used if moment.running is None else used + _passing(flow.kept[moment.running.segment], moment.running)
 
 
 def _passing(calls: Sequence[KeptBytes], running: Running) -> int:
-    """Most bytes of a segment that is being passed, forward or backward."""
+    """Peak bytes of a running segment, forward or backward."""
     before = most = 0
     for number, call in enumerate(calls):
         before += call.saved if running.frees else 0
@@ -133,7 +134,7 @@ def _passing(calls: Sequence[KeptBytes], running: Running) -> int:
 
 
 def peak_saved_bytes(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[int, ...]:
-    """Most bytes that each stage keeps for backward at once."""
+    """Peak bytes of activations of each stage."""
     is_plain = not any(call.again or call.offloaded for calls in flow.kept.values() for call in calls)
     if not is_plain:
         found = moments(plan, flow, horizon)
@@ -157,7 +158,7 @@ def peak_saved_bytes(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> 
 
 
 def _counted(stage: int, places: Iterable[tuple[int, int]]) -> Mapping[SegmentId, int]:
-    """Numbers of microbatches, by segment."""
+    """Number of microbatches per segment."""
     return Counter(SegmentId(stage, number) for number, _ in places)
 
 

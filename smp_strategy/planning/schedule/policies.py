@@ -1,15 +1,15 @@
-"""What a user can ask of a schedule: the names of the policies, and what each of them means for the layout.
+"""Pipeline schedules by name, and the placement of chunks on stages that each of them needs.
 
 * ``simple``: all forwards, then all backwards (GPipe, arXiv:1811.06965);
 * ``interleaved``: backward work that is ready goes first, at most ``active_microbatches`` in flight (SageMaker);
 * ``1f1b``: one forward, one backward (PipeDream-Flush, arXiv:2006.09503); with several chunks per stage, Megatron's
   interleaving (arXiv:2104.04473);
-* ``zb-h1``, ``zb-h2``, ``zb-v``: Zero Bubble (arXiv:2401.10241): backward is split, and the part that computes the
-  gradients of weights fills the waits.
+* ``zb-h1``, ``zb-h2``, ``zb-v``: Zero Bubble (arXiv:2401.10241): backward is split, and weight gradients fill the
+  bubbles.
 
-A *chunk* is a contiguous run of units. Chunks are dealt out to stages one after the other, round by round (``loop``);
-under ``zb-v`` they go down the stages and up again, so that the first and the last one share a stage: the last, which
-is rank 0, where losses and loggers are.
+A *chunk* is a contiguous run of units. Chunks are placed on stages round robin (``loop``); under ``zb-v`` they go down
+the stages and up again, so that the first and the last chunk share the last stage, which is rank 0, with losses and
+loggers.
 """
 
 from typing import Literal, NamedTuple
@@ -22,32 +22,32 @@ MOST_CHUNKS = 4
 
 
 class Policy(NamedTuple):
-    """How the work of a step is ordered, and what layout that needs."""
+    """Schedule of a step with its number of chunks and its limit of microbatches in flight."""
 
     name: PolicyName = "interleaved"
     num_chunks: int = 1
     """Chunks per stage."""
     active_microbatches: int | None = None
-    """Most microbatches in flight on a stage; ``None``: what the policy needs (``interleaved``: stages + 2)."""
+    """Most microbatches in flight on a stage; ``None``: as many as the policy needs (``interleaved``: stages + 2)."""
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights may be computed later than those of inputs."""
+        """Whether weight gradients may be computed later than input gradients."""
         return self.name.startswith("zb-")
 
     def stage_of_chunk(self, chunk: int, num_stages: int) -> int:
-        """Where chunk ``chunk`` of ``num_chunks * num_stages`` lives."""
+        """Stage of chunk ``chunk`` of ``num_chunks * num_stages``."""
         if self.name != "zb-v":
             return chunk % num_stages
         return num_stages - 1 - chunk if chunk < num_stages else chunk - num_stages
 
     def most_active(self, num_stages: int) -> int:
-        """The cap of ``interleaved``, which is SageMaker's where none is given."""
+        """Limit of microbatches in flight under ``interleaved``; SageMaker's default if none is given."""
         return self.active_microbatches or num_stages + 2
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """Equal for policies that can share a partition: chunks per stage, and whether they form a V."""
+        """Chunks per stage, and whether they form a V: equal for policies that can share a partition."""
         return self.num_chunks, self.name == "zb-v"
 
     def __str__(self) -> str:
@@ -64,18 +64,18 @@ def candidates(
     num_chunks: int | None = None,
     active_microbatches: int | None = None,
 ) -> list[Policy]:
-    """What ``auto`` chooses from, the simpler ones first.
+    """Policies that ``auto`` chooses from, the simpler ones first.
 
     Args:
-        num_stages: number of stages.
-        num_microbatches: microbatches of the step.
-        num_units: units that there are to make chunks of.
-        num_chunks: the only number of chunks per stage that is allowed; ``None``: any.
-        active_microbatches: most microbatches in flight on a stage; ``None``: as many as a policy wants.
+        num_stages: Number of stages.
+        num_microbatches: Microbatches of the step.
+        num_units: Number of units, an upper bound on the number of chunks.
+        num_chunks: The only allowed number of chunks per stage; ``None``: any.
+        active_microbatches: Most microbatches in flight on a stage; ``None``: as many as each policy needs.
     """
     found = [Policy("1f1b"), Policy("interleaved")]
     if num_stages > 1:
-        # In flight: enough to hide slow links, as far as there are microbatches.
+        # More microbatches in flight hide slow links.
         found += [
             Policy("interleaved", active_microbatches=active)
             for active in (2 * num_stages, 3 * num_stages)

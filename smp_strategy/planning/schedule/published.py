@@ -1,7 +1,7 @@
-"""The published timetables: in which order a stage of a chain does its passes.
+"""Published schedules as tables: 1F1B, interleaved 1F1B, ZB-H1, ZB-H2 and ZB-V.
 
 A pass is ``(kind, chunk, microbatch)``, where ``chunk`` counts the chunks of the stage. The tables are made for stages
-that take equally long; where they do not, :mod:`smp_strategy.planning.schedule.simulate` compares them with others.
+of equal cost; for others, :mod:`smp_strategy.planning.schedule.simulate` compares them with further orders.
 """
 
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ __all__ = ["ChunkPass", "one_forward_one_backward", "zero_bubble", "zero_bubble_
 
 
 class ChunkPass(NamedTuple):
-    """One pass of a chunk of a stage with a microbatch."""
+    """Pass of one chunk of a stage for one microbatch."""
 
     kind: Literal["F", "B", "I", "W"]
     chunk: int
@@ -25,11 +25,11 @@ def one_forward_one_backward(
     With several chunks the microbatches go through them in groups of ``num_stages``; the last group may be smaller.
 
     Args:
-        stage: the stage.
-        num_stages: number of stages.
-        num_microbatches: microbatches of the step.
-        num_chunks: chunks per stage.
-        most_live: most chunks in flight on a stage.
+        stage: Number of the stage.
+        num_stages: Number of stages.
+        num_microbatches: Microbatches of the step.
+        num_chunks: Chunks per stage.
+        most_live: Most chunks in flight on a stage.
     """
     chunks = range(num_chunks)
     groups = [
@@ -49,13 +49,13 @@ def one_forward_one_backward(
 
 
 def zero_bubble(warm_up: int, delay: int, num_microbatches: int) -> list[ChunkPass]:
-    """The hand-made schedules of Zero Bubble (arXiv:2401.10241, section 2) for one stage.
+    """ZB-H1 and ZB-H2 (arXiv:2401.10241, section 2, the handcrafted schedules) for one stage.
 
     Args:
-        warm_up: forwards before the first pair of forward and backward; p - s - 1 for stage s of p in ZB-H1 and
+        warm_up: Forwards before the first pair of forward and backward; p - s - 1 for stage s of p in ZB-H1 and
             2(p - s - 1) in ZB-H2.
-        delay: input gradients by which weight gradients lag behind; s in ZB-H1 and 2s in ZB-H2.
-        num_microbatches: microbatches of the step.
+        delay: Input gradients by which weight gradients lag behind; s in ZB-H1 and 2s in ZB-H2.
+        num_microbatches: Microbatches of the step.
     """
     warm_up = min(warm_up, num_microbatches)
     table = [ChunkPass("F", 0, number) for number in range(warm_up)]
@@ -71,7 +71,7 @@ def zero_bubble(warm_up: int, delay: int, num_microbatches: int) -> list[ChunkPa
 def zero_bubble_v(depth: int, num_stages: int, num_microbatches: int) -> list[ChunkPass]:
     """ZB-V (arXiv:2401.10241, section 6) for the stage whose chunks are number ``depth`` from the ends of the V.
 
-    Made for at least 2p - 1 microbatches; with fewer, those that do not exist are left out.
+    The schedule is defined for at least 2p - 1 microbatches; with fewer, passes of missing ones are left out.
     """
     count = max(2 * num_stages - 1, num_microbatches)
     after = num_stages - depth

@@ -1,12 +1,11 @@
-"""The best timetable that can be found for a flow, under limits of memory: what ``auto`` does.
+"""Schedule search of ``pipeline=auto``: the fastest schedule of a flow under limits of memory.
 
-First the plans of all policies, then better orders of the best ones by local search. A plan is judged twice: by the end
-of a step that is alone, and by that of several steps in a row (:mod:`smp_strategy.planning.schedule.steps_in_a_row`).
-Often one of the orders that are best for a step alone is better than the others in a row, and that is taken.
+The plans of all policies come first, then better orders of the best ones by local search. A plan is scored twice: by
+the end of a single step, and by that of several steps in a row (:mod:`smp_strategy.planning.schedule.steps_in_a_row`).
+Among orders that are equally good for a single step, the best one in a row is taken.
 
-Where times are measured, so that it is known how much passes vary, two things more are worth it. Plans are judged with
-messages that come late: of those that are equally good if all goes as usual, some stop all stages as soon as one of
-them is behind, and others do not notice. And the best order is annealed, for a few seconds.
+If times are measured, the variance of passes is known, and plans are scored with late messages: some orders stop all
+stages as soon as one of them is behind, and others that are equally good on average do not.
 """
 
 import math
@@ -15,8 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.schedule import Plan, crowded, end_of
-from smp_strategy.planning.schedule.annealing import anneal
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.fill_bubbles import fill_waits
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
@@ -26,7 +24,7 @@ from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.scoring import Limits, PlanScorer, excess
 from smp_strategy.planning.schedule.simulate import NEGLIGIBLE, SPLIT_OVERHEAD, simulate
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_period
 
 __all__ = ["NOTICEABLE", "SearchResult", "Losses", "search"]
 
@@ -35,21 +33,19 @@ NOTICEABLE = 0.01
 
 
 class SearchResult(NamedTuple):
-    """A plan, and the policy that it was made from."""
+    """A plan and the policy it belongs to."""
 
     policy: Policy
     plan: Plan
 
 
 class Losses(NamedTuple):
-    """What makes work take longer than if it was whole, had a core of its own and was always as fast."""
+    """Overheads relative to work that is never split and always takes equally long."""
 
     split: float = SPLIT_OVERHEAD
-    """What a backward takes longer in two parts, as a share of it."""
-    crowding: float = 1.0
-    """How much longer all work takes while all stages do some, because they share cores."""
+    """Overhead of a backward in two parts, as a share of the whole backward."""
     spread: float = 0.0
-    """The standard deviation of what a pass takes, as a share of it."""
+    """Standard deviation of the time of a pass, as a share of it."""
 
 
 def search(
@@ -63,23 +59,24 @@ def search(
     losses: Losses = Losses(),  # noqa: B008
     horizon: int = DEFAULT_HORIZON,
 ) -> SearchResult:
-    """The fastest plan that fits; a simpler one where the difference is not worth it.
+    """The fastest plan that fits; a simpler one if it is at most :data:`NOTICEABLE` slower.
 
     Args:
-        flow: segments of one microbatch and their dependencies.
-        num_microbatches: microbatches of the step.
-        policies: what may be used, the simpler ones first.
-        link: how long messages are under way.
-        most_bytes: most bytes of activations on each stage; empty: there are no limits. If nothing fits, the plan is
-            that which exceeds them least.
-        active_microbatches: most microbatches in flight on a stage.
-        losses: what work takes longer than alone and whole.
-        horizon: how far ahead of its use something comes back from host memory.
+        flow: Segments of one microbatch and their dependencies.
+        num_microbatches: Microbatches of the step.
+        policies: Allowed policies, the simpler ones first.
+        link: Latency and bandwidth of messages.
+        most_bytes: Most bytes of activations on each stage; empty: unlimited. If no plan fits, the one that exceeds
+            the limits least is taken.
+        active_microbatches: Most microbatches in flight on a stage.
+        losses: Overhead of splits and variance of passes.
+        horizon: Actions by which copies from host memory come ahead of their use.
 
     Returns:
-        It, with the times that it takes on shared cores if all passes take as long as usual.
+        The plan with its policy, and with simulated times without late messages.
     """
     limits = Limits(tuple(most_bytes) or (None,) * flow.num_stages, active_microbatches, horizon)
+    # The search sees late messages (`late`), the reported times at the end are without them (`link`).
     late = link._replace(latency=link.latency + _lateness(flow, num_microbatches, losses.spread))
     found = [
         SearchResult(policy, simulate(flow, num_microbatches, policy, late, split_overhead=losses.split, thorough=True))
@@ -89,15 +86,15 @@ def search(
     found = [each for each, much in zip(found, too_much, strict=True) if much == min(too_much)]
     best = found[0]
     if min(too_much) == 0:
-        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found, losses)
+        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found)
     graph = StepGraph(flow, num_microbatches, link, losses.split)
-    return SearchResult(best.policy, with_real_times(graph.follow(graph.orders_of(best.plan)), graph, losses.crowding))
+    return SearchResult(best.policy, with_period(graph.follow(graph.orders_of(best.plan)), graph))
 
 
 def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
-    """How late a message may be, in seconds: the standard deviation of what the passes of a stage take in a step.
+    """Lateness of a message, in seconds: standard deviation of the summed passes of the worst stage in a step.
 
-    They vary independently of each other, so their variances add up.
+    Passes vary independently of each other, so their variances add up.
     """
     variances = [0.0] * flow.num_stages
     for segment, work in flow.work.items():
@@ -105,65 +102,45 @@ def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
     return math.sqrt(max(variances))
 
 
-def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchResult], losses: Losses) -> SearchResult:
-    """A plan that is in ``found``, or a better one.
+def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchResult]) -> SearchResult:
+    """A plan of ``found``, or a better one by local search.
 
     Args:
-        graph: the passes of the step.
-        flow: what it was made of.
-        limits: what a plan must keep to.
-        found: plans of policies that do, the simpler ones first.
-        losses: what work takes longer.
+        graph: Passes of the step.
+        flow: Segment graph that ``graph`` was made from.
+        limits: Memory limits of the stages.
+        found: Plans of policies within the limits, the simpler ones first.
     """
     improved: dict[bool, SearchResult] = {}
     for splits in (False, True):
         # A backward can be split under any policy.
         mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
-            mine.sort(key=lambda each: end_of(crowded(each.plan.times, losses.crowding)))
+            mine.sort(key=lambda each: each.plan.makespan)
             plans = [each.plan for each in (*improved.values(), *mine)]
-            improved[splits] = SearchResult(
-                mine[0].policy, _improved(graph, flow, limits, plans, losses, splits=splits)
-            )
-    if losses.spread:
-        improved[True] = _annealed(graph, flow, limits, improved, losses)
-    return _simplest(graph, found, improved, losses.crowding)
+            improved[splits] = SearchResult(mine[0].policy, _improved(graph, flow, limits, plans, splits=splits))
+    return _simplest(graph, found, improved)
 
 
-def _annealed(
-    graph: StepGraph, flow: Flow, limits: Limits, improved: Mapping[bool, SearchResult], losses: Losses
-) -> SearchResult:
-    """What annealing makes of the best in ``improved``: worth its seconds where times are measured."""
-    soonest = min(end_of(crowded(each.plan.times, losses.crowding)) for each in improved.values())
-    latest = soonest * (1 + NOTICEABLE)
-    judge = PlanScorer(graph, flow, limits, crowding=losses.crowding, steps=STEPS, latest=latest)
-    best = min([each.plan for each in improved.values()], key=lambda plan: judge.timed(graph.orders_of(plan)).end)
-    return SearchResult(improved[True].policy, anneal(judge, best))
-
-
-def _improved(
-    graph: StepGraph, flow: Flow, limits: Limits, plans: Sequence[Plan], losses: Losses, *, splits: bool
-) -> Plan:
-    """The best order that local search finds, for a step that is alone, and then for steps in a row.
+def _improved(graph: StepGraph, flow: Flow, limits: Limits, plans: Sequence[Plan], *, splits: bool) -> Plan:
+    """The best order that local search finds, for a single step and then for steps in a row.
 
     Args:
-        graph: the passes of the step.
-        flow: what it was made of.
-        limits: what a plan must keep to.
-        plans: those that there are, the best first.
-        losses: what work takes longer.
-        splits: whether backwards may be split.
+        graph: Passes of the step.
+        flow: Segment graph that ``graph`` was made from.
+        limits: Memory limits of the stages.
+        plans: Known plans, the best first.
+        splits: Whether backwards may be split.
     """
-    judge = partial(PlanScorer, graph, flow, limits, crowding=losses.crowding)
+    scorer = partial(PlanScorer, graph, flow, limits)
     beginnings = partial(_beginnings, graph, active=limits.active_microbatches, splits=splits)
-    best = LocalSearch(judge(), splits=splits).improve(plans[0], beginnings(plans))
-    latest = end_of(crowded(best.times, losses.crowding)) * (1 + NOTICEABLE)
-    in_a_row = judge(steps=STEPS, latest=latest)
+    best = LocalSearch(scorer(), splits=splits).improve(plans[0], beginnings(plans))
+    in_a_row = scorer(steps=STEPS, latest=best.makespan * (1 + NOTICEABLE))
     return LocalSearch(in_a_row, splits=splits).improve(best, beginnings([best]))
 
 
 def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, splits: bool) -> Iterator[Orders]:
-    """Where local search begins: orders of ``plans``, and some of list scheduling."""
+    """Starting orders of local search: those of ``plans``, and some of list scheduling."""
     stages = graph.num_stages
     for plan in plans:
         orders = graph.orders_of(plan)
@@ -182,37 +159,28 @@ def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, 
     yield list_schedule(graph, [usual._replace(most_microbatches=stages - stage) for stage in range(stages)])
 
 
-def _simplest(
-    graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult], crowding: float
-) -> SearchResult:
-    """What is as good as the best, or nearly, and simpler: first for a step that is alone, then for steps in a row.
+def _simplest(graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult]) -> SearchResult:
+    """The simplest plan that is nearly as fast as the fastest: by a single step first, then by steps in a row.
 
     Args:
-        graph: the passes of the step.
-        found: plans of policies, the simpler ones first.
-        improved: better orders, with and without split backwards.
-        crowding: how much longer work takes while all stages do some.
-
-    Returns:
-        It, with the times that it takes on shared cores.
+        graph: Passes of the step.
+        found: Plans of policies, the simpler ones first.
+        improved: Better orders, with and without split backwards.
     """
-    rated = [SearchResult(each.policy, with_real_times(each.plan, graph, crowding)) for each in found]
-    better = {
-        splits: SearchResult(each.policy, with_real_times(each.plan, graph, crowding))
-        for splits, each in improved.items()
-    }
+    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found]
+    better = {splits: SearchResult(each.policy, with_period(each.plan, graph)) for splits, each in improved.items()}
     every = [*rated, *better.values()]
     fastest = min(each.plan.makespan for each in every)
     every = [each for each in every if each.plan.makespan * (1 - NOTICEABLE) <= fastest]
     fastest = min(_in_a_row(each.plan) for each in every)
     best = next(each for each in every if _in_a_row(each.plan) * (1 - NOTICEABLE) <= fastest)
-    # A better order is as simple where backwards are split as they are anyway.
+    # A better order is no less simple if it splits backwards only where the policy does.
     other = better.get(best.policy.splits_backward, best)
     is_worth_it = _in_a_row(other.plan) < _in_a_row(best.plan) * (1 - NEGLIGIBLE)
     return SearchResult(best.policy, other.plan) if other in every and is_worth_it else best
 
 
 def _in_a_row(plan: Plan) -> float:
-    """Seconds of all steps that are timed in a row."""
+    """Seconds of all simulated steps in a row."""
     assert plan.period is not None
     return plan.makespan + (STEPS - 1) * plan.period

@@ -1,14 +1,14 @@
-"""Schedules, computed: a simulation over the segment graph gives every stage its order of actions.
+"""Simulation of a pipeline schedule: computes the order of actions and their times for a policy and a segment graph.
 
-A policy (:mod:`smp_strategy.planning.schedule.policies`) proposes orders: the published timetable where the flow is the
-chain of chunks that it was made for, and list scheduling under the policy's rules for any flow. Where a policy has
-several proposals (Zero Bubble: what is best depends on how long the passes take), the fastest one is taken. All of them
-are timed by the same simulation, with the time that messages are under way.
+A policy (:mod:`smp_strategy.planning.schedule.policies`) proposes orders: the published schedule if the flow is the
+chain of chunks that it was made for, and list scheduling under the policy's rules for any flow. If a policy has
+several proposals (Zero Bubble: the best one depends on the costs of passes), the fastest one is taken. The same
+simulation times all of them, messages included.
 
 The forwards of a segment run in the order of the microbatches, and so do its backwards: gradients are added up in
-the order of one process that accumulates over the same microbatches, which makes the sums bit-identical.
+the order of a single process that accumulates over the same microbatches, which makes the sums bit-identical.
 
-The simulated order is a linear order of the dependency graph, so stages that follow it cannot deadlock.
+The simulated order is a topological order of the dependency graph, so stages that follow it cannot deadlock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ from smp_strategy.planning.schedule.steps_in_a_row import STEPS
 
 __all__ = ["NEGLIGIBLE", "SPLIT_OVERHEAD", "simulate"]
 
-# Share of a whole backward that its input gradient takes longer if the weight gradient is left for later, as
-# `benchmarks/split_backward.py` measures it for blocks of GPT-2 on a CPU (0.05 to 0.08).
+# Overhead of a split backward, as a share of the whole one: 0.05 to 0.08 for blocks of GPT-2 on a CPU
+# (`benchmarks/split_backward.py`).
 SPLIT_OVERHEAD = 0.07
-# A plan that takes no longer than this beyond what no plan can beat ends the search among proposals.
+# A plan within this share of the lower bound ends the search among proposals.
 GOOD_ENOUGH = 0.015
-# Timetables that are this close to the fastest one are as good, and the simpler one is taken.
+# Schedules within this share of the fastest one are equally good, and the simpler one is taken.
 NEGLIGIBLE = 1e-3
 
 
@@ -42,18 +42,18 @@ def simulate(
     split_overhead: float = SPLIT_OVERHEAD,
     thorough: bool = False,
 ) -> Plan:
-    """Order the work of a step.
+    """Schedule a step under a policy.
 
     Args:
-        flow: segments of one microbatch and their dependencies.
-        num_microbatches: microbatches of the step.
-        policy: what goes first.
-        link: how long messages are under way.
-        split_overhead: what a split backward takes longer, as a share of it.
-        thorough: look at each stage whether it has to split its backwards, which takes longer than one look at all.
+        flow: Segments of one microbatch and their dependencies.
+        num_microbatches: Microbatches of the step.
+        policy: Schedule by name.
+        link: Latency and bandwidth of messages.
+        split_overhead: Overhead of a split backward, as a share of the whole one.
+        thorough: Whether to decide stage by stage if backwards are split, which is slower than for all at once.
 
     Returns:
-        The plan of every stage. Two stages, four microbatches, ``1f1b``::
+        Plan of every stage. Two stages, four microbatches, ``1f1b``::
 
             stage 0   F0 F1 B0 F2 B1 F3 B2 B3
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
@@ -78,7 +78,7 @@ def simulate(
 
 
 def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -> Plan:
-    """``plan`` without splits on ``stages`` that bring nothing, alone or in a row."""
+    """``plan`` with whole backwards on ``stages``, unless that makes a single step or steps in a row longer."""
     orders = graph.orders_of(plan)
     merged = graph.merged(orders, everywhere=True)
     if all(len(merged[stage]) == len(orders[stage]) for stage in stages):
@@ -91,7 +91,7 @@ def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -
 
 
 def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
-    """Orders under ``policy``, the published ones first."""
+    """Candidate orders under ``policy``, the published ones first."""
     match policy.name:
         case "simple":
             yield list_schedule(graph, [Rules(forward_first=True)] * graph.num_stages)
@@ -126,11 +126,11 @@ def _one_forward_one_backward(graph: StepGraph, policy: Policy) -> Iterator[Orde
 
 
 def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
-    """Zero Bubble with one chunk per stage: at most p microbatches in flight, or 2p - 1."""
+    """Zero Bubble with one chunk per stage: at most p (ZB-H1) or 2p - 1 (ZB-H2) microbatches in flight."""
     stages = graph.num_stages
     most = stages if policy.name == "zb-h1" else 2 * stages - 1
     most = min(most, policy.active_microbatches or most)
-    # With many microbatches the waits of 1F1B are shorter than what splits cost.
+    # With many microbatches the bubbles of 1F1B cost less than splits.
     yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
     for slope in dict.fromkeys((1 if policy.name == "zb-h1" else 2, 1)):
         warm_ups = [min(slope * (stages - stage - 1), most - 1) for stage in range(stages)]
@@ -149,7 +149,7 @@ def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     orders = graph.expand(tables, turns=True)
     if orders is not None and policy.active_microbatches is None:
         yield orders
-    # Without patience: where a stage has two chunks there is something better to wait for most of the time.
+    # No patience: a stage with two chunks has another pass to run most of the time.
     live = [stages * min(2, len(visits)) for visits in graph.visits]
     active = policy.active_microbatches
     yield list_schedule(graph, [Rules(splits=True, most_live=most, most_microbatches=active) for most in live])

@@ -1,11 +1,11 @@
-"""The passes of a step as a graph of numbers, made once for all timetables that are tried.
+"""Dependency graph of the passes of a step, as numbers: built once and shared by all schedules that are simulated.
 
 A *track* is one kind of pass of one segment over all microbatches; it runs in the order of the microbatches, so that
-gradients are added up in the order of one process that accumulates over them. With ``n`` segments, tracks ``0..n-1``
-are forwards, ``n..2n-1`` backwards (whole ones, or their input gradients), ``2n..3n-1`` weight gradients.
+gradients are added up in the order of a single process that accumulates over them. With ``n`` segments, tracks
+``0..n-1`` are forwards, ``n..2n-1`` backwards (whole ones, or their input gradients), ``2n..3n-1`` weight gradients.
 
-Given the order of passes on each stage, :meth:`StepGraph.follow` says when each of them runs. An order that would
-wait for ever is repaired: the pass that can start first goes first. So what comes out never deadlocks.
+:meth:`StepGraph.follow` computes the times of passes from their order on each stage. An order that would deadlock is
+repaired: the pass that can start first goes first.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,12 @@ from smp_strategy.planning.schedule.published import ChunkPass
 
 __all__ = ["ScheduledPass", "Orders", "StepGraph"]
 
+# [Note: order of sums]
+# Whole backwards (B) and weight gradients (W) of a segment add to the same gradients. Floating point sums depend on the
+# order, so B and W of one segment always run in the order of the microbatches, whatever else moves. Hence `parted`
+# splits only the last backwards of a segment, and `whole` makes only the first ones whole again. So the sums of every
+# schedule are bit for bit those of a single process; `check_plan` verifies the order.
+
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
 
@@ -28,32 +34,32 @@ class ScheduledPass(NamedTuple):
 
     kind: Literal["F", "B", "I", "W"]
     segment: int
-    """Number among all segments."""
+    """Index among all segments."""
     microbatch: int
 
 
 Orders = Sequence[Sequence[ScheduledPass]]
-"""The passes of each stage in order."""
+"""Passes of each stage, in order."""
 
 
 @final
 class StepGraph:
-    """What has to be done in a step, how long it takes, and what waits for what.
+    """Passes of a step with their costs and dependencies.
 
     Args:
-        flow: segments of one microbatch and their dependencies.
-        num_microbatches: microbatches of the step.
-        link: how long messages are under way.
-        split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
+        flow: Segments of one microbatch and their dependencies.
+        num_microbatches: Microbatches of the step.
+        link: Latency and bandwidth of messages.
+        split_overhead: Overhead of an input gradient that is computed alone, as a share of the whole backward.
 
     Attributes:
-        is_awaited: per segment, whether anybody waits for its backward. Where backward ends nobody does, but the
-            optimizer for all of it.
-        can_split: per segment, whether its backward has a part that is awaited and one that is not.
-        needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
-        tables: per kind of pass and segment, its seconds, its track and what that needs.
-        visits: per stage, its segments in groups that it can run without waiting for what depends on their own
-            results. On a chain of chunks these are the chunks.
+        is_awaited: Per segment, whether another pass depends on its backward. On the last segment of backward only
+            the optimizer does.
+        can_split: Per segment, whether its backward has a part that is awaited and one that is not.
+        needs: Per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        tables: Per kind of pass and segment: seconds, track, needs of the track.
+        visits: Per stage, its segments in groups without a remote dependency on the group's own results. On a chain
+            of chunks these are the chunks.
     """
 
     def __init__(self, flow: Flow, num_microbatches: int, link: Link, split_overhead: float) -> None:
@@ -117,14 +123,8 @@ class StepGraph:
 
     @property
     def halvings(self) -> list[int]:
-        """Numbers of microbatches to try: all, half of them, and so on down to one."""
+        """Numbers of microbatches for a search by halving: all, half of them, and so on down to one."""
         return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
-
-    @property
-    def work_of_microbatch(self) -> float:
-        """Seconds of all passes, with whole backwards."""
-        backwards = [cost for cost, has_one in zip(self._costs["B"], self.has_backward, strict=True) if has_one]
-        return sum(self._costs["F"]) + sum(backwards)
 
     def action_of(self, entry: ScheduledPass) -> Action:
         """The action that stands for ``entry`` in a plan."""
@@ -157,12 +157,12 @@ class StepGraph:
         return self._ancestors[number]
 
     def least_makespan(self, *, splits: bool, at_once: bool = True, steps: int = 1) -> float:
-        """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
+        """Lower bound on the makespan: way to the first work of a stage, all of its work, way back from it.
 
         Args:
-            splits: weight gradients may be computed after everything else.
-            at_once: nothing is lost where they are not; otherwise all backwards are split, at their price.
-            steps: how many follow each other.
+            splits: Whether weight gradients may be computed after everything else.
+            at_once: Whether backwards may be whole for free; otherwise all are split and pay the overhead.
+            steps: Number of steps in a row.
         """
         count = len(self.segments)
         cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
@@ -186,7 +186,7 @@ class StepGraph:
         return max(bounds, default=0.0)
 
     def _longest_ways(self, cost: Sequence[float]) -> tuple[dict[int, float], list[float]]:
-        """When the passes of a microbatch that is alone begin, and what comes after each of them."""
+        """Longest paths of a single microbatch: to the start of each track, and from its end."""
         starts: dict[int, float] = {}
 
         def start(track: int) -> float:
@@ -209,18 +209,18 @@ class StepGraph:
     # From tables to orders
 
     def orders_of(self, plan: Plan) -> list[list[ScheduledPass]]:
-        """The orders that ``plan`` has."""
+        """Orders of passes in ``plan``."""
         return [
             [ScheduledPass(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
             for stage, actions in enumerate(plan.stages)
         ]
 
     def expand(self, tables: Sequence[Sequence[ChunkPass]], *, turns: bool = False) -> Orders | None:
-        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+        """Published tables as orders of this graph; ``None`` if the visits of a stage are not its chunks.
 
         Args:
-            tables: passes of the chunks of each stage, in order.
-            turns: the chunks form a V, and both of the stage at its turning point are one visit.
+            tables: Passes of the chunks of each stage, in order.
+            turns: Whether the chunks form a V, so that both chunks of the stage at its turning point are one visit.
         """
         orders = [
             self._expand(stage, self._at_turn(table) if turns and len(self._chunks_of(stage)) == 1 else table)
@@ -229,14 +229,14 @@ class StepGraph:
         return None if any(order is None for order in orders) else [order or [] for order in orders]
 
     def _chunks_of(self, stage: int) -> list[list[int]]:
-        """The visits of ``stage`` up to the last one that has a backward."""
+        """Visits of ``stage`` up to the last one that has a backward."""
         visits = self.visits[stage]
         last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
         return visits if last is None else visits[: last + 1]
 
     @staticmethod
     def _at_turn(table: Sequence[ChunkPass]) -> list[ChunkPass]:
-        """Forward when the first chunk would be, backward when the second would be: others wait for both."""
+        """Table of the turning point: forward of the first chunk, backward of the second; others wait for both."""
         return [
             entry if entry.kind == "F" else entry._replace(chunk=0)
             for entry in table
@@ -245,7 +245,7 @@ class StepGraph:
 
     def _expand(self, stage: int, table: Sequence[ChunkPass]) -> list[ScheduledPass] | None:
         chunks = self._chunks_of(stage)
-        # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
+        # Visits without a backward read the loss or its parts; they run right before the stage's backward.
         readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
         if len(chunks) != len({entry.chunk for entry in table}):
             return None
@@ -261,31 +261,23 @@ class StepGraph:
                     order.append(ScheduledPass(kind if self.can_split[number] else "B", number, microbatch))
         return order
 
-    def is_splittable(self, entry: ScheduledPass) -> bool:
-        """Whether ``entry`` is a whole backward that need not be one."""
-        return entry.kind == "B" and self.can_split[entry.segment]
-
-    def parted(
-        self, order: Sequence[ScheduledPass], *, num_whole: int = 0, segment: int | None = None
-    ) -> list[ScheduledPass]:
-        """``order`` with the two parts of each backward that can be split.
+    def parted(self, order: Sequence[ScheduledPass], *, num_whole: int = 0) -> list[ScheduledPass]:
+        """``order`` with every backward split that can be.
 
         Args:
-            order: the passes of a stage.
-            num_whole: backwards of the first so many microbatches stay whole.
-            segment: only its backwards are split.
+            order: Passes of a stage.
+            num_whole: Number of first microbatches whose backwards stay whole.
         """
         result: list[ScheduledPass] = []
         for entry in order:
-            is_meant = entry.microbatch >= num_whole and segment in (None, entry.segment)
-            if is_meant and self.is_splittable(entry):
+            if entry.microbatch >= num_whole and entry.kind == "B" and self.can_split[entry.segment]:
                 result += [entry._replace(kind="I"), entry._replace(kind="W")]
             else:
                 result.append(entry)
         return result
 
     def whole(self, order: Sequence[ScheduledPass], segment: int, count: int) -> list[ScheduledPass]:
-        """``order`` with the first ``count`` backwards of ``segment`` whole, where their input gradients were."""
+        """``order`` with whole backwards of ``segment`` for the first ``count`` microbatches, at their ``I``."""
         result = []
         for entry in order:
             if entry.segment == segment and entry.microbatch < count and entry.kind in "IW":
@@ -295,8 +287,8 @@ class StepGraph:
         return result
 
     def reachable(self, order: Sequence[ScheduledPass], position: int, target: int) -> int:
-        """The place in ``order`` nearest to ``target`` that the pass at ``position`` can have without overtaking what
-        it must not."""
+        """The place in ``order`` nearest to ``target`` that the pass at ``position`` reaches without overtaking a pass
+        that it depends on, or one that depends on it."""
         entry, step = order[position], 1 if target > position else -1
         while position != target and not self._are_ordered(entry, order[position + step]):
             position += step
@@ -307,17 +299,17 @@ class StepGraph:
             return True
         if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
             return False
-        # Whole backwards and weight gradients of a segment share its sums.
+        # See [Note: order of sums].
         return entry.microbatch == other.microbatch or (
             entry.segment == other.segment and {entry.kind, other.kind} == {"B", "W"}
         )
 
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
-        """``orders`` with whole backwards where a weight gradient follows its input gradient.
+        """``orders`` with a whole backward for each weight gradient that directly follows its input gradient.
 
         Args:
-            orders: the passes of each stage.
-            everywhere: also where another stage waits for the input gradient, and would wait longer.
+            orders: Passes of each stage.
+            everywhere: Whether to merge also if another stage waits for the input gradient, and would wait longer.
         """
         awaited = {
             need
@@ -348,16 +340,14 @@ class StepGraph:
     # From orders to times
 
     def follow(self, orders: Orders) -> Plan:
-        """The plan of stages that do their passes in the given orders, each as soon as it can."""
+        """Plan of stages that run their passes in the given orders, each as early as possible."""
         return self.follow_in_a_row(orders, 1)[0]
 
     def follow_in_a_row(self, orders: Orders, steps: int) -> tuple[Plan, Times]:
-        """The same, and what comes of it in steps that follow each other.
-
-        A stage begins its next step when it has ended its last one.
+        """The same for ``steps`` steps in a row: a stage begins a step when it has ended the one before.
 
         Returns:
-            The plan, and the spans of ``steps`` steps, one after the other, of each stage.
+            The plan of a single step, and the spans of each stage in all steps.
         """
         clock = _Clock(self, orders, [0.0] * self.num_stages)
         clock.run()
@@ -374,7 +364,7 @@ class StepGraph:
 
 @final
 class _Clock:
-    """Stages that follow their orders, from the moments on in which they are free."""
+    """Simulated clock: stages run their orders, each from the moment at which it is free."""
 
     def __init__(self, graph: StepGraph, orders: Orders, free_at: Sequence[float]) -> None:
         self._graph = graph
@@ -385,7 +375,7 @@ class _Clock:
         self._ends: list[list[float | None]] = [[None] * graph.num_microbatches for _ in graph.needs]
 
     def run(self) -> None:
-        """Do everything."""
+        """Run all passes."""
         while not self._is_done:
             moved = [self._advance(stage) for stage in range(self._graph.num_stages)]
             if not any(moved):
@@ -396,9 +386,9 @@ class _Clock:
         return all(reached == len(order) for reached, order in zip(self._reached, self.orders, strict=True))
 
     def _advance(self, stage: int) -> bool:
-        """Do passes of ``stage`` until one has to wait; whether there were any."""
+        """Run passes of ``stage`` until one has to wait; whether any ran."""
         order, first, free_at = self.orders[stage], self._reached[stage], self.free_at[stage]
-        # This loop runs for every pass of every timetable that is tried.
+        # Hot loop: it runs for every pass of every simulated schedule.
         tables, ends, times = self._graph.tables, self._ends, self.times[stage]
         reached = first
         while reached < len(order):
@@ -422,7 +412,7 @@ class _Clock:
         return reached > first
 
     def _ready(self, entry: ScheduledPass) -> float | None:
-        """When the inputs of a pass are there; ``None`` while one of them is not made."""
+        """Time at which all inputs of a pass have arrived; ``None`` while one is not produced yet."""
         kind, segment, microbatch = entry
         ready = 0.0
         for need, delay in self._graph.needs[self._graph.track(kind, segment)]:
@@ -434,7 +424,7 @@ class _Clock:
         return ready
 
     def _repair(self) -> None:
-        """All stages wait: move up the pass that can start first."""
+        """Resolve a deadlock: move up the pass that can start first."""
         found: list[tuple[float, int, int]] = []
         for stage, order in enumerate(self.orders):
             seen: set[int] = set()

@@ -1,34 +1,31 @@
-"""What a timetable takes where steps follow each other, as they do in training.
+"""Steady-state step time of a schedule: the period of steps that follow each other, as they do in training.
 
-Nothing makes stages wait for each other between two steps: one that has ended its part of a step, and its part of the
-optimizer's, begins the next one, while others still compute gradients of weights. So the waits at the beginning and at
-the end of a step cost nothing, if the order of work is right. With the published order of ZB-H2 no stage waits at all
+Nothing synchronizes stages between two steps: a stage that has finished its part of a step and of the optimizer begins
+the next step, while others still compute weight gradients. With the right order of work the bubbles at the beginning
+and at the end of a step therefore cost nothing. Under the published order of ZB-H2 no stage waits at all
 (arXiv:2401.10241, section 4, which removes the optimizer's synchronization for that).
 
-Where something does make stages wait for each other (gradients are clipped by their norm, a weight is tied across
-stages), steps take as long as one that is alone.
+If something does synchronize stages (gradients are clipped by their norm, a weight is tied across stages), each step
+takes as long as a single one.
 """
 
 from dataclasses import replace
 
-from smp_strategy.pipeline.schedule import Plan, crowded, end_of
+from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.planning.schedule.step_graph import StepGraph
 
-__all__ = ["STEPS", "with_real_times"]
+__all__ = ["STEPS", "with_period"]
 
-# Steps that are timed in a row: the more there are, the less do beginning and end weigh.
+# Simulated steps in a row: the more, the less weight beginning and end have.
 STEPS = 3
 
 
-def with_real_times(plan: Plan, graph: StepGraph, crowding: float) -> Plan:
-    """``plan`` with the times that it takes, alone and in a row, on cores that stages share.
+def with_period(plan: Plan, graph: StepGraph) -> Plan:
+    """``plan`` with its simulated time per step in steady state.
 
     Args:
-        plan: of stages that have cores of their own.
-        graph: the passes of its step.
-        crowding: how much longer work takes while all stages do some.
+        plan: Schedule of a single step.
+        graph: Passes of that step.
     """
     _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
-    times = crowded(plan.times, crowding)
-    period = (end_of(crowded(row, crowding)) - end_of(times)) / (STEPS - 1)
-    return replace(plan, times=times, period=period)
+    return replace(plan, period=(end_of(row) - plan.makespan) / (STEPS - 1))

@@ -1,4 +1,4 @@
-"""``smp explain``."""
+"""Command ``smp explain``: the explanation of a partition file."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,34 +1,34 @@
-"""The drawings of the page: what each stage does and holds, the model as a strip with its cuts, the timetable."""
+"""SVG drawings of an explanation: model as a strip with its cuts, time and memory of stages, schedule."""
 
 from html import escape
 
 from smp_strategy.config.sizes import show_bytes, show_seconds
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.partition.partition import Partition, StageLoad
-from smp_strategy.reports.explain.html import element, svg
 from smp_strategy.reports.explain.text_activations import name_of
+from smp_strategy.reports.html import element, svg
 
 __all__ = ["LABEL", "WIDTH", "block", "colour", "loads", "strip", "timetable"]
 
 WIDTH = 960.0
 ROW = 26.0
 LABEL = 66.0
-# What a stage holds, and how strong its colour is; passing: what is gathered, and not yet reduced.
+# Kinds of memory with their opacity; passing: gathered values and unreduced gradients.
 KINDS = {"parameters": 1.0, "gradients": 0.8, "optimizer": 0.6, "passing": 0.4, "activations": 0.25}
-# A microbatch's number is written on its action where the action is wider than this.
+# Width of an action from which on the number of its microbatch is written on it.
 ROOM_FOR_A_NUMBER = 15.0
 
 
 def colour(stage: int) -> str:
-    """The colour of a stage: neighbours differ, in lightness too, however many there are."""
+    """Colour of a stage; neighbours differ in hue and lightness, for any number of stages."""
     return f"oklch({0.62 - 0.08 * (stage % 2):.2f} 0.11 {(250 + 137 * stage) % 360})"
 
 
 def strip(partition: Partition) -> str:
-    """The units in execution order, as wide as they are slow, with the bytes that cross each cut."""
+    """Units in execution order, with widths by time, and the bytes that cross each cut."""
     total = sum(unit.seconds for unit in partition.units)
     count = len(partition.units)
-    # Units without any time are still there to be seen.
+    # A tenth of the width is shared evenly, so that units without any time are visible.
     widths = [
         0.9 * WIDTH * (unit.seconds / total if total else 1 / count) + 0.1 * WIDTH / count for unit in partition.units
     ]
@@ -109,7 +109,7 @@ def _bar(x: float, y: float, width: float, fill: str, title: str, opacity: float
 
 
 def timetable(plan: Plan) -> str:
-    """What each stage does when; gaps are idle time."""
+    """Schedule as a Gantt chart, a row per stage; gaps are idle time."""
     scale = (WIDTH - LABEL) / (plan.makespan or 1.0)
     parts: list[str] = []
     for number, (actions, spans) in enumerate(zip(plan.stages, plan.times, strict=True)):
@@ -122,7 +122,7 @@ def timetable(plan: Plan) -> str:
 
 
 def block(action: Action, x: float, y: float, width: float, height: float, title: str) -> list[str]:
-    """An action in a timetable, with the number of its microbatch where there is room."""
+    """Action of a Gantt chart, with the number of its microbatch if there is room."""
     shape = {"x": x, "y": y, "width": max(width - 0.6, 0.3), "height": height}
     later = " later" if action.segment else ""
     parts = [element("rect", element("title", escape(title)), **shape, class_=f"{action.kind}{later}")]

@@ -1,36 +1,38 @@
-"""The decision with its reasons, for a reader, for a program, and for a browser."""
+"""Explanation of a partition: the decision with its costs and limits, as text, JSON and HTML."""
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.output_file import save_report
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.page import page
 from smp_strategy.reports.explain.text import text
+from smp_strategy.reports.report import Report
 
 __all__ = ["Explanation"]
 
 
 @final
 @dataclass(frozen=True)
-class Explanation:
-    """Which unit is on which stage, what that costs, and what limits it.
-
-    Saying it as text: ``print(explanation)``.
-    """
+class Explanation(Report):
+    """Stage of every unit, with costs and bottleneck. ``print(explanation)`` shows it as text."""
 
     partition: Partition
     plan: Plan | None = None
-    """The timetable of a training step, where one is known."""
+    """Schedule of a training step; ``None`` if none is known."""
+    noun: ClassVar[str] = "An explanation"
+
+    @property
+    def writes_here(self) -> bool:
+        """Always: every rank has the same partition."""
+        return True
 
     def __str__(self) -> str:
         return text(self.partition, self.plan)
 
     def to_json(self) -> str:
-        """All of it as data: the partition as ``partition_file`` has it, what follows from it, and the timetable."""
+        """Partition as in ``partition_file``, figures derived from it, and the schedule, as data."""
         partition = self.partition
         return json.dumps(
             {
@@ -45,18 +47,8 @@ class Explanation:
         )
 
     def to_html(self) -> str:
-        """A page of its own, with drawings: no scripts, and nothing is loaded from elsewhere."""
+        """Self-contained page with drawings, without scripts."""
         return page(self.partition, self.plan)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
-
-        All ranks may call this: they write the same.
-
-        Raises:
-            ConfigError: another ending.
-        """
-        save_report(path, self, "An explanation")
 
 
 def _timetable(plan: Plan) -> list[list[dict[str, object]]]:

@@ -1,7 +1,6 @@
-"""The units of a partition as the tree of modules that they came from.
+"""Module tree of a partition: units as leaves, inner modules with the sums of their units.
 
-Their qualified names tell the tree; inner nodes have the sums of what is below them. Siblings that are alike, forty
-blocks of one stage, are one line for a reader who has a terminal only.
+Qualified names define the tree. Siblings that are alike (forty blocks of one stage) are a single line of text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ __all__ = ["ModuleNode", "Row", "abbreviate", "rows_of", "tree_of"]
 @final
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module: a unit, or what stands above some."""
+    """Module of the tree: a unit, or an inner module with units below."""
 
     label: str
-    """The last part of its name; several parts where nothing else lies between."""
+    """Last part of its name; several parts if the modules in between have a single child."""
     units: tuple[PlacedUnit, ...]
-    """The units in it, in execution order."""
+    """Units in it, in execution order."""
     children: "tuple[ModuleNode, ...]" = ()
-    """None for a unit."""
+    """Child modules; empty for a unit."""
 
     @property
     def seconds(self) -> float:
@@ -34,24 +33,24 @@ class ModuleNode:
 
     @property
     def held(self) -> HeldBytes:
-        """Bytes of parameters, gradients and optimizer state; what units share counts in each of them."""
+        """Bytes of parameters, gradients and optimizer state; a shared parameter counts in each of its units."""
         return HeldBytes(*map(sum, zip(*(unit.held for unit in self.units), strict=True)))
 
     @property
     def activation_bytes(self) -> int:
-        """Kept for the backward pass of one microbatch."""
+        """Bytes of activations of one microbatch."""
         return sum(unit.activation_bytes for unit in self.units)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Where its units are."""
+        """Stages of its units."""
         return tuple(sorted({unit.stage for unit in self.units}))
 
 
 @final
 @dataclass(frozen=True)
 class Row:
-    """A line of the tree."""
+    """Line of the tree as text."""
 
     depth: int
     label: str
@@ -59,12 +58,12 @@ class Row:
 
 
 def tree_of(units: Sequence[PlacedUnit]) -> tuple[ModuleNode, ...]:
-    """The outermost modules that hold ``units``."""
+    """Outermost modules of the tree above ``units``."""
     return _nodes([(unit.name.split("."), unit) for unit in units])
 
 
 def rows_of(nodes: Sequence[ModuleNode], depth: int = 0) -> Iterator[Row]:
-    """The lines of the tree from top to bottom; siblings in a row that are alike are one."""
+    """Lines of the tree from top to bottom; adjacent siblings that are alike share one."""
     for _, run in groupby(nodes, _looks):
         alike = list(run)
         label = alike[0].label
@@ -109,7 +108,7 @@ def _node(label: str, below: Sequence[tuple[list[str], PlacedUnit]]) -> ModuleNo
 
 
 def _looks(node: ModuleNode) -> object:
-    """Equal for siblings that differ in nothing but a number; nobody else is like an inner module."""
+    """Key that is equal for units that differ only in a number; unique for inner modules."""
     if node.children:
         return id(node)
     (unit,) = node.units

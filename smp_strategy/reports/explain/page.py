@@ -1,4 +1,4 @@
-"""The explanation as a page for a browser."""
+"""HTML page of an explanation: summary, drawings, stages, schedule, and the tree of units."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,19 +7,19 @@ from smp_strategy.config.sizes import show_bytes, show_seconds
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.drawings import colour, loads, strip, timetable
-from smp_strategy.reports.explain.html import document, element, keys, row, section
 from smp_strategy.reports.explain.module_tree import ModuleNode, abbreviate, tree_of
-from smp_strategy.reports.explain.text import sends_on, summary, waiting
-from smp_strategy.reports.explain.text_activations import RELIEF_CAPTION, RELIEF_COLUMNS, relief_rows
+from smp_strategy.reports.explain.text import relief_table, sends_on, summary, waiting
+from smp_strategy.reports.html import Markup, document, element, keys, section, table_element
+from smp_strategy.reports.table import ReportTable
 
 __all__ = ["page"]
 
-# Inner modules up to here are open when the page is: the blocks of a model, not what is in them.
+# Depth up to which inner modules are expanded at first: the blocks of a model, but not their parts.
 OPEN_DEPTH = 2
 
 
 def page(partition: Partition, plan: Plan | None) -> str:
-    """The page as text."""
+    """HTML of the page."""
     what, *more = (escape(line) for line in summary(partition))
     parts = [
         element("h1", what),
@@ -32,9 +32,8 @@ def page(partition: Partition, plan: Plan | None) -> str:
         known = keys(action.kind for actions in plan.stages for action in actions)
         parts += section("Timetable", f"{known} &emsp; {waiting(plan)}", timetable(plan))
     if partition.treatments:
-        rows = [row("td", [escape(cell) for cell in cells]) for cells in relief_rows(partition)]
-        parts += [element("h2", "Kept for backward"), element("p", RELIEF_CAPTION, class_="dim")]
-        parts.append(element("table", row("th", RELIEF_COLUMNS), *rows))
+        kept = relief_table(partition)
+        parts += [element("h2", kept.title), element("p", kept.caption, class_="dim"), table_element(kept)]
     parts += [element("h2", "Units"), element("p", _HEADER, class_="unit dim")]
     parts += [_tree(node, 0) for node in tree_of(partition.units)]
     return document("Partition", parts)
@@ -43,15 +42,15 @@ def page(partition: Partition, plan: Plan | None) -> str:
 def _stage_table(partition: Partition) -> str:
     has_passing = any(stage.held.passing for stage in partition.stages)
     columns = ("stage", "units", "work", "states", *["passing"] * has_passing, "activations", "memory", "limit")
-    rows = [row("th", (*columns, "sends on"))]
+    rows = []
     for number, stage in enumerate(partition.stages):
         names = abbreviate([unit.name for unit in partition.units if unit.stage == number])
         limit = "" if stage.memory_limit is None else show_bytes(stage.memory_limit)
         passing = [stage.held.passing] * has_passing
         amounts = (stage.held.states, *passing, stage.activation_bytes, stage.memory_bytes)
-        cells = [_chip([number]), escape(names), show_seconds(stage.seconds), *map(show_bytes, amounts)]
-        rows.append(row("td", (*cells, limit, show_bytes(sends_on(partition, number)))))
-    return element("table", *rows)
+        cells = [Markup(_chip([number])), names, show_seconds(stage.seconds), *map(show_bytes, amounts)]
+        rows.append([*cells, limit, show_bytes(sends_on(partition, number))])
+    return table_element(ReportTable(columns=(*columns, "sends on"), rows=rows))
 
 
 _HEADER = "".join(

@@ -1,45 +1,32 @@
-"""The explanation for a terminal: what was decided, the stages, and the tree of the model."""
-
-import io
-
-from rich.console import Console
-from rich.table import Table
+"""Plain text of an explanation: summary, table of stages, tree of the model, and the schedule."""
 
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.module_tree import abbreviate, rows_of, tree_of
 from smp_strategy.reports.explain.text_activations import RELIEF_CAPTION, RELIEF_COLUMNS, relief_lines, relief_rows
+from smp_strategy.reports.table import ReportTable, Unwrapped, render_text
 
-__all__ = ["WIDTH", "relief_table", "sends_on", "stage_table", "summary", "text", "timetable", "waiting"]
+__all__ = ["relief_table", "sends_on", "stage_table", "summary", "text", "timetable", "waiting"]
 
-WIDTH = 118
-# A timetable of this many actions per stage still fits the width.
+# Actions per stage that are shown of a schedule.
 MOST_ACTIONS = 40
-# Less than that, as a share of a step, is nothing to tell.
+# Overlap of steps from which on it is mentioned, as a share of a step.
 LEAST_OVERLAP = 0.005
 
 
 def text(partition: Partition, plan: Plan | None) -> str:
-    """All of it."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
-    for line in summary(partition):
-        console.print(line, highlight=False)
-    console.print()
-    console.print(stage_table(partition))
-    console.print()
-    console.print(_tree_table(partition))
+    """Text of the whole explanation."""
+    parts: list[str | ReportTable] = [*summary(partition), "", stage_table(partition), "", _tree_table(partition)]
     if partition.treatments:
-        console.print()
-        console.print(relief_table(partition))
+        parts += ["", relief_table(partition)]
     if plan is not None:
-        console.print("\n" + timetable(plan), highlight=False, soft_wrap=True)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        parts.append(Unwrapped("\n" + timetable(plan)))
+    return render_text(parts)
 
 
 def summary(partition: Partition) -> list[str]:
-    """What was decided, how good it is, and what limits it, a line each; on one stage nothing is to be decided."""
+    """Decision, quality and bottleneck, a line each; a single stage has only its time."""
     chunks = f" in {partition.num_chunks} chunks" if partition.num_chunks > partition.num_stages else ""
     units = show_count(len(partition.units), "unit")
     microbatches = show_count(partition.num_microbatches, "microbatch", "microbatches")
@@ -59,7 +46,7 @@ def summary(partition: Partition) -> list[str]:
 
 
 def _certificate(partition: Partition) -> str:
-    """How far from the best the partition can be."""
+    """Sentence about the optimality of the partition."""
     if partition.lower_bound == 0.0:
         return "Nothing is known about better partitions."
     if partition.is_optimal:
@@ -67,39 +54,40 @@ def _certificate(partition: Partition) -> str:
     return f"A better contiguous partition could save {partition.gap:.1%} at most."
 
 
-def stage_table(partition: Partition) -> Table:
-    """What each stage does, holds and sends on."""
-    table = Table(title="Stages", title_justify="left")
-    for name in ("stage", "units"):
-        table.add_column(name)
+def stage_table(partition: Partition) -> ReportTable:
+    """Table of the stages: units, work, memory and traffic."""
     has_passing = any(stage.held.passing for stage in partition.stages)
-    passing = ["passing"] * has_passing
-    all_kept = ["all kept"] * bool(partition.treatments)
-    for name in ("time", "states", *passing, "activations", *all_kept, "memory", "limit", "sends on"):
-        table.add_column(name, justify="right")
+    has_relief = bool(partition.treatments)
     longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
-    for number, stage in enumerate(partition.stages):
-        table.add_row(
+    rows = [
+        [
             str(number),
             abbreviate([unit.name for unit in partition.units if unit.stage == number]),
             f"{show_seconds(stage.seconds)} {stage.seconds / longest:4.0%}",
             show_bytes(stage.held.states),
-            *([show_bytes(stage.held.passing)] * has_passing),
+            *[show_bytes(stage.held.passing)] * has_passing,
             show_bytes(stage.activation_bytes),
-            *([show_bytes(stage.all_kept_bytes or stage.activation_bytes)] * len(all_kept)),
+            *[show_bytes(stage.all_kept_bytes or stage.activation_bytes)] * has_relief,
             show_bytes(stage.memory_bytes),
             "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
             show_bytes(sends_on(partition, number)),
-        )
+        ]
+        for number, stage in enumerate(partition.stages)
+    ]
     about_passing = "passing: gathered values, and gradients before they are reduced; " * has_passing
-    about_all_kept = "all kept: activations, if units kept everything; " * len(all_kept)
-    table.caption = (
-        "time: work of a step, and its share of the busiest stage's; states: parameters, gradients and optimizer "
-        f"state of the fullest rank; {about_passing}activations: at their peak; {about_all_kept}"
-        "sends on: per microbatch"
+    about_all_kept = "all kept: activations, if units kept everything; " * has_relief
+    passing, all_kept = ["passing"] * has_passing, ["all kept"] * has_relief
+    return ReportTable(
+        title="Stages",
+        columns=[
+            *("stage", "units", "time", "states", *passing, "activations", *all_kept),
+            *("memory", "limit", "sends on"),
+        ],
+        rows=rows,
+        caption="time: work of a step, and its share of the busiest stage's; states: parameters, gradients and "
+        f"optimizer state of the fullest rank; {about_passing}activations: at their peak; {about_all_kept}"
+        "sends on: per microbatch",
     )
-    table.caption_justify = "left"
-    return table
 
 
 def sends_on(partition: Partition, stage: int) -> int:
@@ -108,44 +96,42 @@ def sends_on(partition: Partition, stage: int) -> int:
     return sum(nbytes for unit, nbytes in zip(last, partition.cut_bytes, strict=True) if unit.stage == stage)
 
 
-def _tree_table(partition: Partition) -> Table:
-    table = Table(title="Model", title_justify="left")
-    table.add_column("module")
-    table.add_column("stage")
-    for name in ("time", "", "parameters", "states", "activations", "output"):
-        table.add_column(name, justify="right")
+def _tree_table(partition: Partition) -> ReportTable:
     total = sum(unit.seconds for unit in partition.units) or 1.0
-    for row in rows_of(tree_of(partition.units)):
-        node = row.node
-        table.add_row(
+    rows = [
+        [
             "  " * row.depth + row.label,
-            abbreviate([str(stage) for stage in node.stages]),
-            show_seconds(node.seconds),
-            f"{node.seconds / total:.1%}",
-            show_bytes(node.held.parameter),
-            show_bytes(node.held.total),
-            show_bytes(node.activation_bytes),
-            "" if node.children else show_bytes(node.units[-1].output_bytes),
-        )
-    table.caption = (
-        "of one microbatch, forward and backward; states: parameters, gradients and optimizer state, all of it"
+            abbreviate([str(stage) for stage in row.node.stages]),
+            show_seconds(row.node.seconds),
+            f"{row.node.seconds / total:.1%}",
+            show_bytes(row.node.held.parameter),
+            show_bytes(row.node.held.total),
+            show_bytes(row.node.activation_bytes),
+            "" if row.node.children else show_bytes(row.node.units[-1].output_bytes),
+        ]
+        for row in rows_of(tree_of(partition.units))
+    ]
+    return ReportTable(
+        title="Model",
+        columns=("module", "stage", "time", "", "parameters", "states", "activations", "output"),
+        rows=rows,
+        caption="of one microbatch, forward and backward; states: parameters, gradients and optimizer state, all of it",
     )
-    table.caption_justify = "left"
-    return table
 
 
-def relief_table(partition: Partition) -> Table:
-    """What becomes of what units keep for backward."""
-    table = Table(title="Kept for backward", title_justify="left", caption=RELIEF_CAPTION, caption_justify="left")
-    for number, name in enumerate(RELIEF_COLUMNS):
-        table.add_column(name, justify="left" if number < 3 else "right")
-    for cells in relief_rows(partition):
-        table.add_row(*cells)
-    return table
+def relief_table(partition: Partition) -> ReportTable:
+    """Table of recomputed and offloaded activations."""
+    return ReportTable(
+        title="Kept for backward",
+        columns=RELIEF_COLUMNS,
+        rows=relief_rows(partition),
+        caption=RELIEF_CAPTION,
+        num_left=3,
+    )
 
 
 def timetable(plan: Plan) -> str:
-    """The order of work, one line per stage."""
+    """Order of actions in a schedule, one line per stage."""
     lines = [f"Schedule of a training step ({waiting(plan)})"]
     for stage, actions in enumerate(plan.stages):
         shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
@@ -154,6 +140,6 @@ def timetable(plan: Plan) -> str:
 
 
 def waiting(plan: Plan) -> str:
-    """How long stages wait in a step, and what of that is saved where another one follows."""
+    """Idle share of a step, and the share that steps in a row save."""
     idle = f"idle {plan.bubble:.0%}"
     return f"{idle}; steps in a row overlap by {plan.overlap:.0%}" if plan.overlap >= LEAST_OVERLAP else idle

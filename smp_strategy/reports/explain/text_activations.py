@@ -1,4 +1,4 @@
-"""What units do to keep less for backward, and what that brings and costs: sentences and rows of a table."""
+"""Recomputed and offloaded activations of an explanation: sentences, and rows of a table."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -30,7 +30,7 @@ def name_of(treatment: ActivationPolicy) -> str:
 
 
 def relief_lines(partition: Partition) -> list[str]:
-    """What each stage spares, at what price, a line each; none where all units keep everything."""
+    """Memory saved and time added on each stage, a line each; empty if all units keep everything."""
     if not partition.treatments:
         return []
     return [_line(partition, number, stage) for number, stage in enumerate(partition.stages)]
@@ -52,7 +52,7 @@ def _line(partition: Partition, number: int, stage: StageLoad) -> str:
 
 
 def relief_rows(partition: Partition) -> list[tuple[str, ...]]:
-    """Units in execution order; those in a row that do the same are one."""
+    """Rows of units in execution order; adjacent units with the same treatment share a row."""
     if not partition.treatments:
         return []
     return [_row(list(run)) for _, run in groupby(partition.units, lambda unit: (unit.stage, unit.relief.treatment))]

@@ -1,8 +1,8 @@
-"""The timeline in the trace event format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+"""Chrome trace of a timeline: JSON in the trace event format, for Perfetto (https://ui.perfetto.dev), chrome://tracing.
 
-A rank is a process. It has two rows, the actions as they were and, right under them, as they were predicted, named as
-in the plan. Waiting is a slice of its own inside of its action; how it is spread over the action is not recorded, and
-as a rule a stage waits before it works, so it stands at the beginning.
+A rank is a process with two rows, the measured actions and below them the predicted ones, named as in the plan. Waiting
+is a slice of its own inside of its action; its place within the action is not recorded, and a stage usually waits
+before it works, so the slice is at the beginning.
 """
 
 import json
@@ -14,21 +14,21 @@ from smp_strategy.reports.timeline.comparison import Comparison
 
 __all__ = ["chrome_trace"]
 
-# Added to the number of the process. No thread has the number of another one, and what is measured has that of its
-# process, as main threads have: viewers show it first.
+# Offsets of thread numbers from the process number: numbers are unique, and the measured row has that of its process,
+# like a main thread, so that viewers show it first.
 MEASURED, PREDICTED = 0, 1_000_000
 
 
 def chrome_trace(
     comparison: Comparison, ranks: Sequence[int], facts: dict[str, Any], only: Collection[int] | None = None
 ) -> str:
-    """The trace as JSON.
+    """JSON of the trace.
 
     Args:
-        comparison: what was planned, and what came of it.
-        ranks: global rank of each stage.
-        facts: what else is known about the step.
-        only: ranks to be in it; ``None``: all.
+        comparison: Measured and predicted actions.
+        ranks: Global rank of each stage.
+        facts: Further metadata of the step.
+        only: Ranks in the trace; ``None``: all.
     """
     events: list[dict[str, Any]] = []
     for stage, rank in enumerate(ranks):
@@ -93,5 +93,5 @@ def _place(rank: int, row: int) -> dict[str, int]:
 
 
 def _micro(seconds: float) -> float:
-    # Nanoseconds are what the clock can tell.
+    # Microseconds with the nanosecond resolution of the clock.
     return round(seconds * 1e6, 3)

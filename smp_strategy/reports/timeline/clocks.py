@@ -1,14 +1,11 @@
-"""One clock for the recordings of all stages.
+"""Clock synchronization of recordings (Cristian's algorithm), and the timeline gathered from all stages.
 
-Every rank notes times by its own clock. The ranks of one host share theirs, those of others began to count at another
-time, so recordings cannot be laid side by side as they are. Stage 0 therefore asks every other stage for its time, some
-times over: the answer was given between the question's departure and the answer's arrival, and best it is taken to have
-been given in the middle. The quickest of these exchanges is the one to be trusted, and it is wrong by half of what it
-took at most. Where the answer fits the clock of who asks, it is the same clock.
+Every rank records times by its own clock. Ranks of one host share a clock; clocks of different hosts have different
+zeros. So stage 0 asks every other stage for its time, several times. The answer was given between the departure of the
+question and its own arrival; the middle is the best estimate. The quickest exchange is used, and its error is at most
+half of its duration. If the answer fits the clock of stage 0, both are the same clock.
 
-Clocks of hosts also drift, by some microseconds in a second: ask soon after the step.
-
-From what each stage has recorded to the timeline of all stages, on every rank of the replica.
+Clocks of hosts also drift, by some microseconds per second: gather soon after the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,18 +32,18 @@ EXCHANGES = 16
 
 
 class Exchange(NamedTuple):
-    """A question for the time, and its answer."""
+    """Question for the time of another clock, with its answer."""
 
     asked: float
-    """When the question left, by the clock of who asks."""
+    """Departure of the question, by the asking clock."""
     answer: float
-    """What the other clock showed."""
+    """Time of the other clock."""
     heard: float
-    """When the answer was there, by the clock of who asks."""
+    """Arrival of the answer, by the asking clock."""
 
 
 def offset_of(exchanges: Sequence[Exchange]) -> float:
-    """What the other clock shows when that of who asks shows nought."""
+    """Time of the other clock when the asking clock is at 0."""
     best = min(exchanges, key=lambda each: each.heard - each.asked)
     if best.asked <= best.answer <= best.heard:
         return 0.0
@@ -56,13 +53,16 @@ def offset_of(exchanges: Sequence[Exchange]) -> float:
 def offsets(
     transport: Transport, stage: int, num_stages: int, clock: Callable[[], float] = perf_counter
 ) -> list[float] | None:
-    """Offset of each stage's clock to that of stage 0, which alone gets to know them; collective.
+    """Offset of each stage's clock to that of stage 0; collective.
 
     Args:
-        transport: connects the stages.
-        stage: this rank's.
-        num_stages: how many there are.
-        clock: this rank's.
+        transport: Connections of the stages.
+        stage: Stage of this rank.
+        num_stages: Number of stages.
+        clock: Clock of this rank.
+
+    Returns:
+        The offsets on stage 0, ``None`` on the others.
     """
     spec = TensorSpec.of(torch.zeros(1, dtype=torch.float64, device="cpu"))
 
@@ -90,9 +90,9 @@ def offsets(
 
 
 def aligned(recordings: Sequence[Recording], offsets: Sequence[float]) -> tuple[Recording, ...]:
-    """The recordings by one clock, which showed nought when the first stage began to work.
+    """Recordings on one clock, with 0 when the first stage began to work.
 
-    Another may have come to the step earlier and waited; that is no part of the step.
+    Another stage may have entered the step earlier and waited; this wait is cut off.
     """
     by_one_clock = [recording.since(offset) for recording, offset in zip(recordings, offsets, strict=True)]
     zero = min(span.start + span.waited for recording in by_one_clock for span in recording.spans[:1])
@@ -108,12 +108,12 @@ def _from_zero(recording: Recording) -> Recording:
 
 
 def gather(recorded: Recorded | None, mesh: ProcessMesh, timeout: timedelta | None = None) -> Timeline:
-    """The timeline of a step; collective over the replica.
+    """Timeline of a step; collective over the replica.
 
     Args:
-        recorded: what this rank knows of the step.
-        mesh: where the ranks stand.
-        timeout: longest wait for another rank; ``None``: that of the backend.
+        recorded: Recording of the step on this rank.
+        mesh: Mesh of the ranks.
+        timeout: Longest wait for another rank; ``None``: timeout of the backend.
 
     Raises:
         SMPError: no step was recorded.
@@ -127,7 +127,7 @@ def gather(recorded: Recorded | None, mesh: ProcessMesh, timeout: timedelta | No
     known: Sequence[float] = [0.0]
     recordings: Sequence[Recording] = [recorded.recording]
     if mesh.pp > 1:
-        # Connections of their own: those of the steps end with the run, and this may be asked after it.
+        # Separate connections: those of the steps end with the run, and a timeline may be asked for after it.
         with closing(Transport(mesh.stage_ranks, mesh.pp_group, timeout)) as transport:
             found = offsets(transport, mesh.stage, mesh.pp)
         mine = mesh.stage, recorded.recording, found

@@ -1,8 +1,8 @@
-"""What a step took, stage by stage and action by action, beside what was predicted.
+"""Comparison of a measured step with its simulated schedule, by stage and by kind of action.
 
-The time of a stage has four parts: its work; waiting for messages inside of actions; what lies between its actions,
-where microbatches take turns and the next one runs up to its first message; and what lies before its first action and
-after its last. Work is what was predicted action by action, so work is compared with it.
+The time of a stage has four parts: its work; waiting for messages inside of actions; the gaps between its actions, in
+which microbatches take turns and the next one runs up to its first message; and the time before its first action and
+after its last. Predictions are times of work, so only work is compared with them.
 """
 
 from collections.abc import Sequence
@@ -20,56 +20,56 @@ KINDS = "FBIW"
 
 
 class StageTimes(NamedTuple):
-    """Where the seconds of a stage have gone."""
+    """Breakdown of a stage's time, in seconds."""
 
     work: float
     predicted: float
-    """What the actions that it has carried out were predicted to take."""
+    """Predicted work of the actions that ran."""
     waiting: float
-    """For messages, inside of actions."""
+    """Waiting for messages, inside of actions."""
     between: float
-    """Between its actions."""
+    """Gaps between actions."""
     off_plan: float
-    """After it has left its plan."""
+    """Time after the stage left its plan."""
     outside: float
-    """The rest of the step, before its first action and after its last."""
+    """Rest of the step, before the first action and after the last."""
 
 
 class KindTimes(NamedTuple):
-    """How long actions of a kind took."""
+    """Measured and predicted times of the actions of a kind."""
 
     kind: str
     number: int
     work: float
-    """Median of their seconds."""
+    """Median of measured seconds."""
     predicted: float
-    """Median of what was predicted."""
+    """Median of predicted seconds."""
     ratio: float | None
-    """Median of what each took as a multiple of its prediction; ``None`` where nothing was predicted."""
+    """Median of measured over predicted; ``None`` without predictions."""
 
 
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """A plan and what came of it."""
+    """Plan of a step beside its recordings."""
 
     plan: Plan
     recordings: Sequence[Recording]
-    """Of all stages, by one clock, which showed nought when the first stage began to work."""
+    """Recordings of all stages on one clock, with 0 when the first stage began to work."""
 
     @property
     def seconds(self) -> float:
-        """The step as it was: from the first work of all to the end of the last."""
+        """Measured time of the step, from the first work to the end of the last, over all stages."""
         return max((_end(recording) for recording in self.recordings), default=0.0)
 
     @property
     def seconds_to_end(self) -> float:
-        """What it took after that until all stages had agreed and shared their results."""
+        """Time from then until all stages had agreed and shared their results."""
         return max((recording.end for recording in self.recordings), default=0.0) - self.seconds
 
     @property
     def left_plan(self) -> list[int]:
-        """Stages that have left the plan."""
+        """Stages that left the plan."""
         return [stage for stage, recording in enumerate(self.recordings) if recording.left_plan]
 
     def predicted(self, stage: int) -> dict[Action, tuple[float, float]]:
@@ -77,11 +77,11 @@ class Comparison:
         return dict(zip(self.plan.stages[stage], self.plan.times[stage], strict=True))
 
     def missing(self, stage: int) -> list[Action]:
-        """Actions of the plan that ``stage`` has not come to before it left it."""
+        """Actions of the plan that ``stage`` did not reach before it left the plan."""
         return list(self.plan.stages[stage][len(self.recordings[stage].spans) :])
 
     def stage(self, stage: int) -> StageTimes:
-        """Where the seconds of ``stage`` have gone."""
+        """Breakdown of the time of ``stage``."""
         recording = self.recordings[stage]
         work = sum(span.work for span in recording.spans)
         waiting = sum(span.waited for span in recording.spans)
@@ -92,11 +92,11 @@ class Comparison:
         return StageTimes(work, planned, waiting, between, off_plan, max(rest, 0.0))
 
     def kinds(self) -> list[KindTimes]:
-        """How long the actions of each kind took."""
+        """Times of the actions of each kind."""
         return [self._kind(kind, spans) for kind in KINDS if (spans := self._spans_of(kind))]
 
     def _spans_of(self, kind: str) -> list[tuple[Span, float]]:
-        """Actions of a kind, and how long each was predicted to take."""
+        """Actions of a kind with their predicted seconds."""
         found = []
         for stage, recording in enumerate(self.recordings):
             predicted = self.predicted(stage)
@@ -122,5 +122,5 @@ def _last(recording: Recording) -> float:
 
 
 def _end(recording: Recording) -> float:
-    """When a stage was through with its work for the step."""
+    """End of a stage's work in the step."""
     return recording.end if recording.left_plan else _last(recording)

@@ -1,7 +1,4 @@
-"""The picture: each stage as it was, and right under it as it was predicted, on one axis of time.
-
-The timeline as a page for a browser.
-"""
+"""HTML page of a timeline: a Gantt chart of each stage, measured above predicted, on one time axis, and tables."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,16 +7,16 @@ from math import floor, log10
 from smp_strategy.config.sizes import show_seconds
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.reports.explain.drawings import LABEL, WIDTH, block
-from smp_strategy.reports.explain.html import document, element, keys, row, section, svg
+from smp_strategy.reports.html import document, element, keys, section, svg, titled_table
 from smp_strategy.reports.timeline.comparison import Comparison
-from smp_strategy.reports.timeline.text import Cells, summary, tables
+from smp_strategy.reports.timeline.text import summary, tables
 
 __all__ = ["STYLE", "drawing", "page"]
 
 AXIS = 18.0
 MEASURED, PREDICTED, GAP = 22.0, 15.0, 12.0
 STAGE = MEASURED + PREDICTED + GAP
-# Distances of marks on the axis, and about how many there are.
+# Round distances of marks on the axis, and their approximate number.
 STEPS = (1, 2, 2.5, 5, 10)
 MARKS = 8
 STYLE = """
@@ -29,7 +26,7 @@ STYLE = """
 
 
 def drawing(comparison: Comparison) -> str:
-    """All stages."""
+    """Gantt chart of all stages."""
     length = max(comparison.seconds, comparison.plan.makespan) or 1.0
     scale = (WIDTH - LABEL - 1) / length
     height = AXIS + STAGE * len(comparison.recordings)
@@ -94,7 +91,7 @@ def _axis(length: float, scale: float, height: float) -> list[str]:
 
 
 def _distance(length: float) -> float:
-    """Between two marks: a round number."""
+    """Distance between two marks of the axis: a round number."""
     rough = length / MARKS
     power = 10.0 ** floor(log10(rough))
     return power * next(step for step in STEPS if step * power >= rough * 0.999)
@@ -105,7 +102,7 @@ def _upright(x: float, top: float, bottom: float, kind: str) -> str:
 
 
 def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
-    """The page as text."""
+    """HTML of the page."""
     what, *more = (escape(line) for line in summary(comparison, step))
     present = keys(action.kind for actions in comparison.plan.stages for action in actions)
     caption = (
@@ -115,15 +112,6 @@ def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
         element("h1", what),
         *(element("p", line) for line in more),
         *section("As it was, over what was predicted", caption, drawing(comparison)),
-        *(part for table in tables(comparison, ranks) for part in _table(table)),
+        *(part for table in tables(comparison, ranks) for part in titled_table(table)),
     ]
     return document("Timeline", parts, STYLE)
-
-
-def _table(table: Cells) -> list[str]:
-    rows = [row("td", [escape(cell) for cell in cells]) for cells in table.rows]
-    return [
-        element("h2", table.title),
-        element("table", row("th", table.columns), *rows),
-        element("p", table.caption, class_="dim"),
-    ]

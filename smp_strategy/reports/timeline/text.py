@@ -1,22 +1,17 @@
-"""The timeline for a terminal: what the step took, the stages over time, and where it was slower than predicted."""
+"""Plain text of a timeline: time of the step, lanes of stages over time, tables of measured against predicted times."""
 
-import io
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from rich.console import Console
-from rich.table import Table
 
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
 from smp_strategy.pipeline.schedule import Action
-from smp_strategy.reports.explain.text import WIDTH
+from smp_strategy.reports.html import KINDS
+from smp_strategy.reports.table import WIDTH, ReportTable, Unwrapped, render_text
 from smp_strategy.reports.timeline.comparison import Comparison
 
-__all__ = ["Cells", "summary", "tables", "text"]
+__all__ = ["summary", "tables", "text"]
 
-NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 COLUMNS = WIDTH - 20
-# So many actions that were not carried out are named.
+# Missing actions that are named.
 MOST_MISSING = 8
 CAPTION = (
     "waiting: for messages, inside of actions; between: between actions, where microbatches take turns; before and "
@@ -29,35 +24,15 @@ TRAFFIC_CAPTION = (
 LEGEND = "capitals: even microbatches; ·: waits for messages; ~: off the plan"
 
 
-class Cells(NamedTuple):
-    """A table."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str
-
-
 def text(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
-    """All of it."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
-    for line in summary(comparison, step):
-        console.print(line, highlight=False)
-    console.print("\n" + "\n".join(_lanes(comparison)) + f"\n{'':20}{LEGEND}\n", highlight=False, soft_wrap=True)
-    for given in tables(comparison, ranks):
-        table = Table(title=given.title, title_justify="left", caption=given.caption, caption_justify="left")
-        for number, name in enumerate(given.columns):
-            table.add_column(name, justify="left" if number < 2 else "right")
-        for row in given.rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+    """Text of the whole timeline."""
+    lanes = Unwrapped("\n" + "\n".join(_lanes(comparison)) + f"\n{'':20}{LEGEND}\n")
+    parts = [part for table in tables(comparison, ranks) for part in (table, "")]
+    return render_text([*summary(comparison, step), lanes, *parts[:-1]])
 
 
 def summary(comparison: Comparison, step: int) -> list[str]:
-    """What the step took, a line each."""
+    """Lines about the time of the step, and about stages that left the plan."""
     stages = show_count(len(comparison.recordings), "stage")
     lines = [
         f"Training step {step} took {show_seconds(comparison.seconds)} on {stages}"
@@ -74,8 +49,8 @@ def summary(comparison: Comparison, step: int) -> list[str]:
     return lines
 
 
-def tables(comparison: Comparison, ranks: Sequence[int]) -> list[Cells]:
-    """Where the seconds of the stages have gone, and how long actions of each kind took."""
+def tables(comparison: Comparison, ranks: Sequence[int]) -> list[ReportTable]:
+    """Tables of the time of stages, of actions by kind, and of offloaded activations if there are any."""
     has_traffic = any(recording.traffic.bytes_out for recording in comparison.recordings)
     return [
         _of_stages(comparison, ranks),
@@ -84,7 +59,7 @@ def tables(comparison: Comparison, ranks: Sequence[int]) -> list[Cells]:
     ]
 
 
-def _of_stages(comparison: Comparison, ranks: Sequence[int]) -> Cells:
+def _of_stages(comparison: Comparison, ranks: Sequence[int]) -> ReportTable:
     columns = ["stage", "rank", "work", "predicted", "ratio", "waiting", "between", "before and after"]
     has_left = bool(comparison.left_plan)
     rows = []
@@ -94,33 +69,34 @@ def _of_stages(comparison: Comparison, ranks: Sequence[int]) -> Cells:
         amounts = [found.waiting, found.between, found.outside, *([found.off_plan] * has_left)]
         work = [show_seconds(found.work), show_seconds(found.predicted), ratio]
         rows.append([str(stage), str(rank), *work, *map(show_seconds, amounts)])
-    return Cells("Stages", columns + ["off the plan"] * has_left, rows, CAPTION)
+    columns += ["off the plan"] * has_left
+    return ReportTable(title="Stages", columns=columns, rows=rows, caption=CAPTION)
 
 
-def _of_kinds(comparison: Comparison) -> Cells:
+def _of_kinds(comparison: Comparison) -> ReportTable:
     rows = [
         [
-            *(found.kind, NAMES[found.kind], str(found.number)),
+            *(found.kind, KINDS[found.kind][0], str(found.number)),
             *(show_seconds(found.work), show_seconds(found.predicted), _shown(found.ratio)),
         ]
         for found in comparison.kinds()
     ]
     columns = ["", "kind", "number", "work", "predicted", "ratio"]
-    return Cells("Actions", columns, rows, "medians; work: without waiting")
+    return ReportTable(title="Actions", columns=columns, rows=rows, caption="medians; work: without waiting")
 
 
-def _of_traffic(comparison: Comparison, ranks: Sequence[int]) -> Cells:
+def _of_traffic(comparison: Comparison, ranks: Sequence[int]) -> ReportTable:
     rows = []
     for stage, (rank, recording) in enumerate(zip(ranks, comparison.recordings, strict=True)):
         traffic = recording.traffic
         amounts = map(show_bytes, (traffic.bytes_out, traffic.bytes_in, traffic.most_on_host))
         rows.append([str(stage), str(rank), *amounts, str(traffic.num_late), str(traffic.num_held_up)])
     columns = ["stage", "rank", "out", "in", "most on host", "late", "held up"]
-    return Cells("Offloaded activations", columns, rows, TRAFFIC_CAPTION)
+    return ReportTable(title="Offloaded activations", columns=columns, rows=rows, caption=TRAFFIC_CAPTION)
 
 
 def _lanes(comparison: Comparison) -> Iterable[str]:
-    """Each stage as it was, and under it as it was predicted; a letter for each moment."""
+    """Lane of each stage as measured, and below it as predicted; a letter per moment."""
     length = max(comparison.seconds, comparison.plan.makespan) or 1.0
     for stage, recording in enumerate(comparison.recordings):
         lane = [" "] * COLUMNS

@@ -1,4 +1,4 @@
-"""Options: what is accepted, what is refused, and that every mistake is told at once."""
+"""Configuration: accepted and refused options, and all mistakes reported at once."""
 
 import dataclasses
 import os

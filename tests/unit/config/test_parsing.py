@@ -1,4 +1,4 @@
-"""Texts of environment variables as values of options."""
+"""Values of options parsed from environment variables."""
 
 import pytest
 

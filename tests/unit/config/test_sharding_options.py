@@ -1,4 +1,4 @@
-"""Options of sharded data parallelism: which values there are, and which of them say nothing or the opposite."""
+"""Options of sharded data parallelism: values, options without effect, contradictions."""
 
 import os
 

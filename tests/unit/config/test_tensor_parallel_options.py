@@ -1,4 +1,4 @@
-"""The options of tensor parallelism."""
+"""Options of tensor parallelism."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.planning.costs import Costs, _by_stage, find_costs, measuring_device
-from smp_strategy.planning.profiling.profiler import _relative
+from smp_strategy.planning.profiling.profiler import relative_speeds
 from tests.unit.planning.profiling.surveyed import CPU, survey
 
 
@@ -22,9 +22,9 @@ def test_a_stage_is_as_fast_as_its_slowest_rank_unless_speeds_are_given():
 
 
 def test_ranks_that_differ_by_less_than_a_tenth_are_alike():
-    assert _relative([100.0, 91.0]) == ()
-    assert _relative([50.0, 100.0]) == (0.5, 1.0)
-    assert _relative([0.0, 100.0]) == ()  # it could not be measured somewhere
+    assert relative_speeds([100.0, 91.0]) == ()
+    assert relative_speeds([50.0, 100.0]) == (0.5, 1.0)
+    assert relative_speeds([0.0, 100.0]) == ()  # it could not be measured somewhere
 
 
 def test_units_are_measured_where_the_step_runs_unless_the_options_say_otherwise():

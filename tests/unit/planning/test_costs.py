@@ -1,4 +1,4 @@
-"""What a step costs, as the options and the measurement say."""
+"""Cost model of a step: options and measurements."""
 
 import pytest
 import torch
@@ -22,26 +22,19 @@ def found(monkeypatch: pytest.MonkeyPatch, measured: Measured, **options: object
     return find_costs(config, CPU, [], TRACE, MeshShape(pp=2, dp=1))
 
 
-def measured(crowding: float) -> Measured:
+def measured() -> Measured:
     return Measured(
         work={"block": Work(1.0, 2.0, 3.0)},
         saved_bytes={},
         split_overhead=0.2,
         rank_of={"block": 0},
-        crowding=crowding,
     )
 
 
-@pytest.mark.parametrize(("crowding", "told"), [(1.0, ""), (1.96, "takes 2.0 times as long if all do")])
-def test_ranks_that_share_cores_are_told_of(monkeypatch, crowding, told):
-    costs_of_step = found(monkeypatch, measured(crowding), pipeline="auto")
-    assert costs_of_step.crowding == crowding
-    assert ("share cores" in costs_of_step.render()) == bool(told)
-    assert told in costs_of_step.render()
-    assert costs_of_step.work(TRACE.events) == {0: Work(1.0, 2.0, 3.0)}
-    assert Costs.modelled(CPU).crowding == 1.0
+def test_a_measured_unit_counts_as_it_was_measured(monkeypatch):
+    assert found(monkeypatch, measured(), pipeline="auto").work(TRACE.events) == {0: Work(1.0, 2.0, 3.0)}
 
 
 def test_what_a_split_costs_is_measured_with_the_times(monkeypatch):
-    assert found(monkeypatch, measured(1.0)).split_overhead == 0.2
+    assert found(monkeypatch, measured()).split_overhead == 0.2
     assert Costs.modelled(CPU).split_overhead == SPLIT_OVERHEAD

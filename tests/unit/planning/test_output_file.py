@@ -1,4 +1,4 @@
-"""Reports and texts on terminals: written as a whole or not at all, and nothing in them moves the cursor."""
+"""Atomic writes of text files, and printable text in errors."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Partition and schedule together, against brute force over contiguous partitions."""
+"""Joint choice of partition and schedule, against brute force over contiguous partitions."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Pages, read back."""
+"""Parser of HTML pages for tests."""
 
 from html.parser import HTMLParser
 

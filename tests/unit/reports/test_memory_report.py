@@ -1,4 +1,4 @@
-"""The memory report as text, as data, and as a page."""
+"""Memory report as text, JSON and HTML."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Stages that are too full choose what their units keep, against trying out everything."""
+"""Recomputation and offload of stages over their memory limit, against brute force."""
 
 import itertools
 

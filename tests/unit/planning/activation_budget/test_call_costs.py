@@ -1,4 +1,4 @@
-"""What calls cost under treatments, and what becomes of a trace."""
+"""Costs of calls under recomputation and offload, and the changed trace."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The choice of what units keep, against trying out everything."""
+"""Multiple-choice knapsack, against brute force."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What a rank holds, counted."""
+"""Measured memory of a rank."""
 
 from types import SimpleNamespace
 from typing import Any

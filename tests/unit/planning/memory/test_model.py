@@ -1,4 +1,4 @@
-"""What a rank will hold, from shapes alone, against what flat buffers and optimizers really take."""
+"""Memory model, against the bytes of real flat buffers and optimizers."""
 
 from collections.abc import Sequence
 

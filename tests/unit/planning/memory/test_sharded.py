@@ -1,4 +1,4 @@
-"""Shares of flat buffers, and the turns that units take, against counting them one by one."""
+"""Memory of flat buffers and of the turns of units, against counting them one by one."""
 
 from collections.abc import Sequence
 

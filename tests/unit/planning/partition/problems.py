@@ -1,4 +1,4 @@
-"""Small partitioning problems on chains and on programs that branch, and the simulation that judges candidates."""
+"""Small partitioning problems on chains and branching programs, and the simulation that scores candidates."""
 
 import itertools
 from collections.abc import Mapping

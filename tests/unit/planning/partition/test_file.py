@@ -1,4 +1,4 @@
-"""Partitions as files: what counts in them, and how one that does not fit is told."""
+"""Partition files: required content, and errors for files that do not fit."""
 
 import json
 

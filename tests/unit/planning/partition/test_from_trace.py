@@ -1,4 +1,4 @@
-"""The problem read off a trace."""
+"""Partitioning problem of a trace."""
 
 import pytest
 

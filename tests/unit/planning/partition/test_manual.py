@@ -1,4 +1,4 @@
-"""Partitions by hand, from names and stages alone."""
+"""Manual partitions, from names and stages alone."""
 
 import pytest
 

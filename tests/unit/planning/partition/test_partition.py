@@ -1,4 +1,4 @@
-"""The decision as data: what an assignment costs, and the file."""
+"""Partition as data: costs of an assignment, and JSON."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""SageMaker's algorithm against examples worked out by hand."""
+"""SageMaker's tree partitioning, against examples worked out by hand."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The solver against brute force."""
+"""Partition solver, against brute force."""
 
 import pytest
 from hypothesis import given, settings

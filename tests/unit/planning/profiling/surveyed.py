@@ -1,4 +1,4 @@
-"""A model as a dry run sees it."""
+"""Dry run of a model for tests."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Calls of units, repeated without the model around."""
+"""Microbenchmark of unit calls, without the surrounding model."""
 
 import itertools
 import threading

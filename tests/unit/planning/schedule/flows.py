@@ -1,4 +1,4 @@
-"""Hand-made and random traces, and a machine that executes plans: the independent judge of the scheduler."""
+"""Handmade and random traces, and an independent executor of plans."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Plans that cannot be carried out are found before they are."""
+"""Verification of plans: errors are found before execution."""
 
 import pytest
 

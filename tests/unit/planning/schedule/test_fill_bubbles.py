@@ -1,4 +1,4 @@
-"""Weight gradients in the waits of a timetable."""
+"""Weight gradients in the bubbles of a schedule."""
 
 from textwrap import dedent
 

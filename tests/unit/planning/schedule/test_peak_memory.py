@@ -1,4 +1,4 @@
-"""When stages are fullest of what they keep for backward, and how full."""
+"""Peak activation memory of stages, and its moments."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Policies: names, layouts, and which of them there are to choose from."""
+"""Schedules by name, their placements of chunks, and the candidates of `auto`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The schedules have the bubbles and the memory of the papers that they come from."""
+"""Published schedules: bubbles and memory of their papers."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -18,7 +18,7 @@ from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.published import ChunkPass, one_forward_one_backward, zero_bubble_v
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import with_period
 from tests.unit.planning.schedule.flows import chain
 
 EQUAL = Work(1.0, 1.0, 1.0)
@@ -37,7 +37,7 @@ def plan_under(policy: Policy, num_stages: int, num_microbatches: int, work: Wor
     flow = flow_under(policy, num_stages, work)
     plan = simulate(flow, num_microbatches, policy, split_overhead=0.0)
     check(plan, flow, num_microbatches)
-    return with_real_times(plan, StepGraph(flow, num_microbatches, Link.instant(), 0.0), 1.0)
+    return with_period(plan, StepGraph(flow, num_microbatches, Link.instant(), 0.0))
 
 
 def waits(plan: Plan) -> list[float]:

@@ -1,4 +1,4 @@
-"""Timetables: known ones for chains of stages, and rules that hold for every program."""
+"""Simulated schedules: known ones for chains of stages, and invariants for every program."""
 
 import itertools
 from textwrap import dedent

@@ -1,4 +1,4 @@
-"""Steps that follow each other: their times, and orders that are best for them."""
+"""Steps in a row: their times, and the best orders for them."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.search import NOTICEABLE, Losses, search
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_period
 from tests.unit.planning.schedule.flows import chain, chain_of, flow_of, programs
 
 
@@ -60,9 +60,7 @@ def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orde
         flow = chain_of([Work(*(rng.uniform(0.9, 1.1) for _ in range(3))) for _ in range(stages)])
         graph = StepGraph(flow, count, Link.instant(), 0.0)
         policies = candidates(stages, count, num_units=stages)
-        published = [
-            with_real_times(simulate(flow, count, policy, split_overhead=0.0), graph, 1.0) for policy in policies
-        ]
+        published = [with_period(simulate(flow, count, policy, split_overhead=0.0), graph) for policy in policies]
         found = search(flow, count, policies, losses=Losses(split=0.0)).plan
         fastest = min(plan.makespan for plan in published)
         assert found.makespan <= fastest * (1 + NOTICEABLE) + 1e-9
@@ -104,17 +102,6 @@ def test_backwards_are_whole_where_their_parts_would_only_cost():
     assert 0 < len(split) < 24
     everything = simulate(flow, 8, Policy("zb-h2"), split_overhead=0.05)
     assert found.makespan <= everything.makespan
-
-
-def test_on_shared_cores_fewer_backwards_are_split():
-    flow = chain_of([Work(1.0, 1.0, 1.0)] * 4)
-    policies = candidates(4, 4, num_units=4)
-
-    def num_splits(plan: Plan) -> int:
-        return sum(action.kind == "I" for actions in plan.stages for action in actions)
-
-    own, shared = (search(flow, 4, policies, losses=Losses(0.1, crowding)).plan for crowding in (1.0, 2.0))
-    assert num_splits(shared) < num_splits(own)
 
 
 def test_where_passes_vary_an_order_is_found_that_does_not_wait_for_late_messages():

@@ -1,4 +1,4 @@
-"""The decision as text, as data, and as a page."""
+"""Explanation of a partition as text, JSON and HTML."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import with_period
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.explain.module_tree import abbreviate, rows_of, tree_of
 from smp_strategy.reports.explain.text import sends_on, summary
@@ -148,7 +148,7 @@ def test_it_is_said_how_much_steps_in_a_row_overlap():
     flow = flow_of(0, 1)
     graph = StepGraph(flow, 4, Link.instant(), 0.0)
     for policy, said in (("zb-h2", "idle 8%; steps in a row overlap by 8%"), ("1f1b", "idle 20%")):
-        made = with_real_times(simulate(flow, 4, Policy(policy), split_overhead=0.0), graph, 1.0)
+        made = with_period(simulate(flow, 4, Policy(policy), split_overhead=0.0), graph)
         explanation = Explanation(partition(), made)
         assert f"Schedule of a training step ({said})\n" in str(explanation)
         assert any(words.endswith(said) for words in Page(explanation.to_html()).words)

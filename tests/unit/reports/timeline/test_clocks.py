@@ -1,4 +1,4 @@
-"""Clocks that began to count at different times, and one clock made of them."""
+"""Clock synchronization of recordings."""
 
 import pytest
 from hypothesis import given

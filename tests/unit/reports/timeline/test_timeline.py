@@ -1,4 +1,4 @@
-"""A step as it was, beside its plan: as text, as a trace, and as a page."""
+"""Timeline of a step as text, Chrome trace and HTML."""
 
 import json
 from dataclasses import replace

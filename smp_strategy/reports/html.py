@@ -1,18 +1,21 @@
-"""What pages have in common: how they look, and the parts that they are made of.
+"""HTML and SVG of reports: style sheet, elements, tables and drawings, with everything from outside escaped."""
 
-Just enough SVG: elements as text, with everything from outside escaped.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
-__all__ = ["document", "element", "keys", "row", "section", "svg"]
+from smp_strategy.reports.table import ReportTable
+
+__all__ = ["KINDS", "Markup", "document", "element", "keys", "section", "svg", "table_element", "titled_table"]
+
+
+class Markup(str):
+    """Cell of a table that is HTML already."""
 
 
 def element(name: str, *content: str, **attributes: object) -> str:
-    """``<name attributes>content</name>``; ``content`` is markup already, attributes are not.
+    """``<name attributes>content</name>``; attributes are escaped, ``content`` is markup already.
 
-    Underscores in names of attributes stand for hyphens, and one at the end for nothing (``class_``).
+    Underscores in names of attributes become hyphens; one at the end is dropped (``class_``).
     """
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_shown(value))}"' for key, value in attributes.items()
@@ -21,7 +24,13 @@ def element(name: str, *content: str, **attributes: object) -> str:
 
 
 def svg(width: float, height: float, *content: str, label: str) -> str:
-    """A drawing that scales with the page."""
+    """SVG drawing that scales with the page.
+
+    Args:
+        width, height: Size in units of the drawing.
+        content: Markup of the drawing.
+        label: Description for screen readers.
+    """
     return element(
         "svg",
         *content,
@@ -68,12 +77,12 @@ KINDS = {
 
 
 def document(title: str, body: Iterable[str], style: str = "") -> str:
-    """A page: one file, no scripts, nothing loaded from elsewhere.
+    """Self-contained page: no scripts, and nothing is loaded from elsewhere.
 
     Args:
-        title: of its window.
-        body: markup.
-        style: rules beside those of all pages.
+        title: Title of the window.
+        body: Markup of the body.
+        style: CSS rules in addition to those of all pages.
     """
     fills = [f".{kind} {{ fill: {fill}; }}\n" for kind, (_, fill) in KINDS.items()]
     head = '<meta charset="utf-8">' + element("title", title) + element("style", STYLE, *fills, style)
@@ -81,7 +90,7 @@ def document(title: str, body: Iterable[str], style: str = "") -> str:
 
 
 def keys(kinds: Iterable[str]) -> str:
-    """What the colours of these kinds of actions mean."""
+    """Legend of the colours of these kinds of actions."""
     present = set(kinds)
     return " &emsp; ".join(
         element("span", class_="key", style=f"background:{fill}") + f" {name}"
@@ -91,10 +100,20 @@ def keys(kinds: Iterable[str]) -> str:
 
 
 def section(title: str, caption: str, drawing: str) -> list[str]:
-    """A drawing with its title."""
+    """Heading, caption and drawing."""
     return [element("h2", title), element("p", caption, class_="dim"), element("figure", drawing)]
 
 
-def row(kind: str, cells: Sequence[str]) -> str:
-    """A row of a table; ``kind`` is ``th`` or ``td``."""
+def table_element(table: ReportTable) -> str:
+    """``<table>`` of ``table``, without its title and its caption; cells that are no :class:`Markup` are escaped."""
+    body = [_row("td", [cell if isinstance(cell, Markup) else escape(cell) for cell in cells]) for cells in table.rows]
+    return element("table", _row("th", table.columns), *body)
+
+
+def titled_table(table: ReportTable) -> list[str]:
+    """Heading, table and caption."""
+    return [element("h2", table.title), table_element(table), element("p", table.caption, class_="dim")]
+
+
+def _row(kind: str, cells: Iterable[str]) -> str:
     return element("tr", *(element(kind, cell) for cell in cells))

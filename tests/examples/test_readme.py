@@ -1,0 +1,59 @@
+"""What the README shows is what happens: its script, the losses under it, and its picture."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CODE = re.search(r"```python\n(.*?)```\n", README, re.DOTALL)[1]
+PARALLEL = 'strategy="smp", accelerator="cpu", devices=2'
+LOSS = re.compile(r"^epoch (\d+): loss (\S+)$", re.MULTILINE)
+
+
+def run(folder, *command, **environment):
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    return result.stdout
+
+
+def test_the_readme_can_be_read_in_three_minutes():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("root", "trainer"),
+    [("lightning", PARALLEL), ("pytorch_lightning", PARALLEL), ("lightning", 'accelerator="cpu", devices=1')],
+    ids=["lightning", "pytorch_lightning", "a single process"],
+)
+def test_the_script_prints_the_losses_under_it(tmp_path, root, trainer):
+    code = CODE.replace("import lightning as L", f"import {root} as L").replace(PARALLEL, trainer)
+    (tmp_path / "script.py").write_text(code)
+    told = run(tmp_path, "script.py")
+    expected = [(epoch, float(loss)) for epoch, loss in LOSS.findall(README)]
+    found = [(epoch, float(loss)) for epoch, loss in LOSS.findall(told)]
+    assert [epoch for epoch, _ in found] == [epoch for epoch, _ in expected] == list("01234")
+    # Processors round differently.
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=5e-4)
+    if trainer == PARALLEL:
+        assert "Limited by the " in told
+        shown = re.findall(r"^stage \d   [FB].*$", README, re.MULTILINE)
+        assert [line for line in told.splitlines() if line in shown] == shown
+
+
+def test_the_picture_is_what_the_planner_decides(tmp_path):
+    run(tmp_path, ROOT / "docs" / "picture.py", "picture.svg", PYTHONPATH=str(ROOT / "examples"))
+    assert (tmp_path / "picture.svg").read_text() == (ROOT / "docs" / "picture.svg").read_text()
