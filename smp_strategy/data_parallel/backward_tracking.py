@@ -1,18 +1,18 @@
-"""Which calls of units does a backward pass need now, and with which is it through?
+"""Backward tracking: the calls of units that a running backward pass needs now, and those that it has finished.
 
-A backward *arrives* at a call when the gradient of one of its results is there. Then the node that made the result is
-about to run, and tells (a prehook of the node: results are not wrapped, so they can be changed in place, and be
-arguments). Results that nobody sees, in an attribute or an object, do not tell; their saved weights do when they are
+A backward *arrives* at a call when the gradient of one of its results exists. Then the node that made the result is
+about to run, and a prehook of the node tells (results are not wrapped, so they can be changed in place and be
+arguments). Results that are invisible, in an attribute or an object, do not tell; their saved weights do when they are
 read (:mod:`smp_strategy.data_parallel.saved_weights`).
 
-It is *through* with a call when it arrives at an earlier one. Of the nodes that could run autograd takes the one with
+It is *through* with a call when it arrives at an earlier one. Autograd runs, of the nodes that are ready, the one with
 the highest number, and a node is made after those that it passes gradients to. Suppose that a node of a later call is
 still to run when one of an earlier call does. Then so is a node above it that could run now, and its number is higher
-still: a contradiction. Numbers are counted by each thread for itself, so calls are compared only where they have the
-same *token*, which stands for one thread's work. With what it has arrived at last, a backward is through when it ends.
+still: a contradiction. Numbers are counted per thread, so calls are compared only if they have the same *token*, which
+stands for one thread's work. When a backward ends, it is through with the calls that it arrived at last.
 
-Each ``backward()`` is looked at alone: the second one through the same graph, one that ends early (a segment of a
-pipeline), one within another (reentrant checkpoints). What it has not arrived at may be wanted by the next one.
+Each ``backward()`` is tracked by itself: the second one through the same graph, one that ends early (a segment of a
+pipeline), one within another (reentrant checkpoints). Calls that it has not arrived at may be wanted by the next one.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ __all__ = ["BackwardTracker", "TrackedCall"]
 
 
 _Node = Any
-"""Of autograd's graph."""
+"""Node of autograd's graph."""
 
 
 @final
@@ -39,16 +39,16 @@ class _Thread:
 
     def __init__(self) -> None:
         self.next_number = 0
-        # How many calls of each unit still wait for a backward, or for its end.
+        # Number of calls of each unit that wait for a backward, or for its end.
         self.awaited: Counter[int] = Counter()
 
 
 @final
 class TrackedCall:
-    """A call of a unit that a backward may arrive at.
+    """Call of a unit that a backward may arrive at.
 
     Attributes:
-        unit: the unit's number.
+        unit: Number of the unit.
     """
 
     __slots__ = ("is_active", "is_awaited", "number", "thread", "unit")
@@ -63,7 +63,7 @@ class TrackedCall:
         """Whether a backward has arrived here and is not through."""
 
     def await_backward(self) -> None:
-        """Let the unit not count as done before this call is."""
+        """Keep the unit from counting as done before this call is."""
         if not self.is_awaited:
             self.is_awaited = True
             self.thread.awaited[self.unit] += 1
@@ -71,13 +71,13 @@ class TrackedCall:
 
 @final
 class BackwardTracker:
-    """See the module docstring.
+    """Tells when running backward passes need units, and when they are through with them.
 
     Args:
-        claim: called when a backward needs a unit.
-        release: called when it is through with that call of the unit.
-        done: called after that, when none of the unit's calls with that token waits for a backward.
-        keeps_weights: whether they also stay when they are released.
+        claim: Called when a backward needs a unit.
+        release: Called when it is through with that call of the unit.
+        done: Called after that, if none of the unit's calls with that token waits for a backward.
+        keeps_weights: Whether weights stay when they are released.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class BackwardTracker:
         self._release = release
         self._done = done
         self._threads: dict[object, _Thread] = {}
-        # By backward, which autograd numbers: the calls that it has arrived at and is not through with.
+        # By autograd's number of the backward: calls that it has arrived at and is not through with.
         self._active: dict[int, list[TrackedCall]] = {}
 
     def begin(self, unit: int, token: object) -> TrackedCall:
-        """A unit is called."""
+        """Note a call of ``unit``."""
         return TrackedCall(unit, self._threads.setdefault(token, _Thread()))
 
     def watch(self, call: TrackedCall, results: Iterable[Tensor], made_before: int) -> None:
-        """The call has returned ``results``; nodes with numbers below ``made_before`` are older than the call."""
+        """Watch the ``results`` of a call; nodes with numbers below ``made_before`` are older than the call."""
         found: set[_Node | None] = set()
         for tensor in results:
             if tensor.requires_grad:
@@ -118,7 +118,7 @@ class BackwardTracker:
             call.await_backward()
 
     def arrive(self, call: TrackedCall) -> None:
-        """A backward needs the unit of ``call`` from now on, and is through with the later calls."""
+        """Note that a backward needs the unit of ``call`` from now on, and is through with the later calls."""
         if call.is_active:
             return
         if torch.is_grad_enabled() and not self._keeps_weights:
@@ -135,12 +135,12 @@ class BackwardTracker:
         call.await_backward()
         call.is_active = True
         self._active[backward].append(call)
-        # Before anything is reduced: somebody waits for this.
+        # Before anything is reduced: this backward waits for the weights, and nobody for the reductions.
         self._claim(call.unit)
         self._tell_done(later)
 
     def close(self) -> None:
-        """No backward is under way, and none comes for the calls so far: one that failed has left something."""
+        """Forget all calls so far: no backward is under way, and one that failed may have left claims."""
         for calls in self._active.values():
             for call in calls:
                 self._leave(call)
@@ -151,7 +151,7 @@ class BackwardTracker:
         self.arrive(call)
 
     def _take_later(self, call: TrackedCall, backward: int) -> list[TrackedCall]:
-        """Let go of the calls that backward is through with when it arrives at ``call``."""
+        """Remove the calls that a backward is through with when it arrives at ``call``."""
         found = []
         for other_backward, active in self._active.items():
             # A backward within another belongs to a node that stands where the calls that it repeats once stood.

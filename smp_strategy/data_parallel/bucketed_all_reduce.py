@@ -1,28 +1,29 @@
-"""Sums of gradients over ranks, a bucket at a time, each sent off when the last of its gradients is there.
+"""Bucketed all-reduce of gradients, overlapped with backward: a bucket is sent when its last gradient is there.
 
-Backward computes the gradients of the last layers first, so most of what has to travel does so while the others are
-still computed. Which gradients are final is known in the last backward pass of a step alone: there a parameter is
-complete once something was added to its gradient, or before, if nothing will be; whether something will is guessed from
-the step before. One whose gradient gets several parts in that pass (a block that is recomputed twice, say), or one of
-which the guess is wrong, may have been sent too early. The ranks tell each other, and in that case all is sent again.
+Backward computes the gradients of the last layers first, so most buckets travel while the others are still computed.
+Only the last backward pass of a step tells which gradients are final: there a parameter is complete once something was
+added to its gradient, or before, if nothing will be; whether something will is guessed from the step before. A gradient
+that gets several parts in that pass (a block that is recomputed twice, say), or for which the guess is wrong, may have
+been sent too early. The ranks tell each other, and in that case all is sent again.
 
-A parameter may have a gradient on one rank and none on another, which did not use it in this step. So behind the
-gradients of a bucket travels a number for each of them: one where it exists, nought where zeros stand in for it. Where
-nobody has one there is none afterwards, as in one process.
+A parameter may have a gradient on one rank and none on another, which did not use it in this step. So each bucket is
+followed by one flag per gradient: 1 if this rank has it, 0 if zeros were sent instead. A gradient that no rank has
+stays ``None``, as in a single process.
 
-Every rank sends off all buckets, always in the same order, before its step ends: whatever happens afterwards, what
-ranks send belongs together.
+Every rank sends all buckets, always in the same order, before its step ends. So the ranks' collectives match, whatever
+happens afterwards.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
 
@@ -31,31 +32,22 @@ __all__ = ["Bucket", "BucketedAllReduce"]
 _SUMS = "sums of gradients"
 
 Bucket = Sequence[Sequence[nn.Parameter]]
-"""Parameters of one dtype: for each rank those whose sums it gets; a single list if all get all of them."""
-
-
-class _Sent(NamedTuple):
-    """A bucket under way."""
-
-    work: collectives.UnderWay
-    parts: Tensor
-    """Filled with what the ranks send, a row for each; or with the sum of that, one row."""
+"""Parameters of one dtype: for each rank those whose sums it gets; a single list if all ranks get all sums."""
 
 
 @final
 class BucketedAllReduce:
-    """The sums of one step.
+    """Gradient sums of a single step.
 
     Args:
-        buckets: what travels together, in the order in which backward probably computes it; the same on all ranks, and
-            at least one.
-        group: the ranks.
-        factor: of the sums, one over the number of ranks for averages.
-        quiet: parameters to which the last backward pass probably adds nothing.
-        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
+        buckets: At least one bucket, in the order in which backward probably completes them; the same on all ranks.
+        group: Ranks to sum over.
+        factor: Factor of the sums; one over the number of ranks for averages.
+        quiet: Parameters to which the last backward pass probably adds nothing.
+        dtype: Dtype in which gradients are sent; ``None``: that in which they are summed on each rank.
 
     Attributes:
-        quiet: those to which it has added nothing.
+        quiet: Parameters to which the last backward pass has added nothing.
     """
 
     def __init__(
@@ -71,7 +63,8 @@ class BucketedAllReduce:
         self._buckets = buckets
         self._group = group
         self._factor = factor
-        self._sent: list[_Sent] = []
+        # A row for each rank, or the sum of all, one row.
+        self._sent: list[Work[Tensor]] = []
         self._bucket_of = {
             parameter: number for number, bucket in enumerate(buckets) for share in bucket for parameter in share
         }
@@ -81,17 +74,17 @@ class BucketedAllReduce:
             if parameter not in quiet:
                 self._missing[number].add(parameter)
         self._said = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._asked: collectives.UnderWay | None = None
+        self._asked: Work[object] | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Of all buckets."""
+        """Parameters of all buckets."""
         return self._bucket_of.keys()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The last backward pass runs in here: send off each bucket when it is complete."""
+        """Context of the last backward pass: send each bucket when it is complete."""
         handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._bucket_of]
         self._send_complete()
         try:
@@ -101,10 +94,10 @@ class BucketedAllReduce:
                 handle.remove()
 
     def send_rest(self, notes: Sequence[int] = ()) -> None:
-        """Backward is over: send off everything else. On every rank, and in every step.
+        """Send all other buckets, after backward. Call it on every rank in every step.
 
         Args:
-            notes: what ranks tell each other by the way, as many on each.
+            notes: Numbers of which all ranks get the maximum, equally many on each.
         """
         self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
         for bucket in self._buckets[len(self._sent) :]:
@@ -118,7 +111,7 @@ class BucketedAllReduce:
 
         Returns:
             The sums that this rank gets, of parameters that have a gradient on some rank; whether some rank had sent
-            too early; and the greatest of each of the ranks' notes.
+            too early; and the maximum of the ranks' notes.
         """
         if self._asked is None:
             raise SMPError("Sums are asked for before all gradients are sent off.")
@@ -126,8 +119,7 @@ class BucketedAllReduce:
         is_early, *notes = self._said.tolist()
         was_early = bool(is_early)
         if was_early:
-            for sent in self._sent:
-                sent.work.wait()
+            wait_for(self._sent)
             self._sent.clear()
             for bucket in self._buckets:
                 self._send(bucket)
@@ -142,12 +134,14 @@ class BucketedAllReduce:
         number = self._bucket_of[parameter]
         self.quiet.discard(parameter)
         if number < len(self._sent):
+            # Sent without this part. Only noted: a collective now would not match those of the other ranks.
             self._said.fill_(1)
             return
         self._missing[number].discard(parameter)
         self._send_complete()
 
     def _send_complete(self) -> None:
+        # In the order of the buckets, which is the same on all ranks, not in that in which they are complete.
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send(self._buckets[len(self._sent)])
 
@@ -155,7 +149,7 @@ class BucketedAllReduce:
         group, num_ranks = self._group, dist.get_world_size(self._group)
         sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
         if len(bucket) == 1:
-            self._sent.append(_Sent(collectives.all_reduce(sent, group=group, doing=_SUMS), sent[None]))
+            self._sent.append(collectives.all_reduce(sent, group=group, doing=_SUMS).then(lambda _: sent[None]))
             return
         sizes = [_size(share) for share in bucket]
         mine = sizes[dist.get_rank(group)]
@@ -165,10 +159,10 @@ class BucketedAllReduce:
         work = collectives.begin(
             _SUMS, group, lambda: dist.all_to_all_single(parts, sent, *given, group=group, async_op=True)
         )
-        self._sent.append(_Sent(work, parts.view(num_ranks, mine)))
+        self._sent.append(work.then(lambda _: parts.view(num_ranks, mine)))
 
     def _pieces(self, share: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-        """Gradients, and which of them exist."""
+        """Gradients, and a flag for each that tells whether it exists."""
         gradients = [self._gradient(parameter) for parameter in share]
         for parameter, gradient in zip(share, gradients, strict=True):
             yield (_zeros_for(parameter) if gradient is None else gradient).reshape(-1)
@@ -180,10 +174,10 @@ class BucketedAllReduce:
         # Once backward is over, `.grad` is the caller's again.
         return parameter.grad if self._asked is None else self._gradients.get(parameter)
 
-    def _received(self, bucket: Bucket, sent: _Sent) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        sent.work.wait()
+    def _received(self, bucket: Bucket, sent: Work[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
-        parts = sent.parts.to(gradient_dtype(share[0].dtype)) if share else sent.parts
+        parts = sent.wait()
+        parts = parts.to(gradient_dtype(share[0].dtype)) if share else parts
         total, *others = parts.unbind()
         for other in others:  # in the order of the ranks
             total.add_(other)
@@ -196,10 +190,10 @@ class BucketedAllReduce:
 
 
 def _zeros_for(parameter: nn.Parameter) -> Tensor:
-    """In the place of a gradient."""
+    """Substitute for a missing gradient."""
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
 
 
 def _size(share: Sequence[nn.Parameter]) -> int:
-    """Elements of a share: its gradients, and a number for each."""
+    """Elements of a share: its gradients, and a flag for each."""
     return sum(parameter.numel() for parameter in share) + len(share)

@@ -1,18 +1,18 @@
-"""Buffers that steps change are the same on all replicas: those of the first one.
+"""Buffer synchronisation: after each step all replicas take over the changed buffers of the first replica.
 
-Replicas read different samples, so each comes to running statistics, codebooks and queues of its own, and which of them
-a checkpoint has, or validation computes with, would be chance. DistributedDataParallel gives all of them the buffers of
-rank 0 before a forward. Here they meet where gradients do: when a step has ended an accumulation window. So hooks,
+Replicas read different samples, so each computes running statistics, codebooks and queues of its own, and it would be
+chance which of them a checkpoint or validation uses. DistributedDataParallel broadcasts the buffers of rank 0 before a
+forward. Here they are broadcast where gradients are averaged: when a step has ended an accumulation window. So hooks,
 validation, checkpoints and the next step find the same values everywhere, and evaluation, in which replicas may have
 different numbers of batches, sends nothing.
 
-Most buffers are constants (masks, rotary tables), and must not travel in each step. So every replica notes, for each
-module, whether its buffers were replaced or written to since they last met, and the greatest of the replicas' notes
-counts for all. The notes travel behind those about gradients where there are such.
+Most buffers are constants (masks, rotary tables) and must not be sent in each step. So every replica notes, for each
+module, whether its buffers were replaced or written to since the last broadcast, and the maximum of the replicas' notes
+decides. The notes travel together with those about gradients, if there are any.
 
 PyTorch counts writes, but not those of batch norm's kernel. The layers of ``torch.nn`` that call it count their batches
-beside it, in a buffer of the same module. For the rest, values are compared once, after the first window; a module that
-was changed unseen travels always from then on.
+in a buffer of the same module. For other modules values are compared once, after the first window; a module that was
+changed without being counted is always sent from then on.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ from smp_strategy.model.guarded_tensors import in_plain_sight
 __all__ = ["Notes", "BufferSync"]
 
 Notes = Sequence[int]
-"""For each module: nothing has changed; values have; so have names, shapes or dtypes."""
+"""For each module ``SAME``, ``VALUES`` (values have changed) or ``SHAPES`` (names, shapes or dtypes have)."""
 SAME, VALUES, SHAPES = 0, 1, 2
 
 _BUFFERS = "the buffers of replicas"
 
 
 class _Spec(NamedTuple):
-    """What a buffer is, without its values."""
+    """Metadata of a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,11 +47,11 @@ class _Spec(NamedTuple):
 
 @final
 class BufferSync:
-    """See the module docstring.
+    """Keeps the buffers of a stage's replicas equal.
 
     Args:
-        modules: those of this rank's stage, the same on all replicas, with equal buffers.
-        group: the replicas of the stage, the first one first. ``None``: they keep their own buffers, or there is one.
+        modules: Modules of this rank's stage, the same on all replicas, with equal buffers.
+        group: Replicas of the stage, the first one first. ``None``: they keep their own buffers, or there is only one.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -59,7 +59,7 @@ class BufferSync:
         self._group = group
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
         self._held = [module._buffers for module in self._modules]
-        # Tensors are kept, because the place of one that is gone may be taken by another.
+        # Tensors are kept, because another may be made at the address of one that is gone.
         self._seen: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._specs: dict[int, list[_Spec]] = {}
         for number, held in enumerate(self._held):
@@ -70,11 +70,11 @@ class BufferSync:
         self._may_differ = False
 
     def may_change(self) -> None:
-        """A step is trained."""
+        """Note that a step is being trained."""
         self._may_differ = True
 
     def notes(self) -> Notes:
-        """What has changed on this replica since all of them met."""
+        """Changes on this replica since the last broadcast."""
         found = [SAME] * len(self._modules)
         for number, held in enumerate(self._held):
             if held or number in self._seen:
@@ -85,7 +85,7 @@ class BufferSync:
         """Take over the buffers of the first replica that have changed on any of them. Collective.
 
         Args:
-            notes: the greatest of those of all replicas; ``None``: they tell each other now.
+            notes: Maximum over the replicas' notes; ``None``: it is computed now.
         """
         if self._group is None or not self._modules:
             return
@@ -135,7 +135,7 @@ class BufferSync:
             self._note(number)
 
     def _broadcast(self, wanted: Sequence[tuple[int, _Spec]], device: str) -> None:
-        """All buffers on a device travel as one run of bytes."""
+        """Broadcast all buffers on a device as one run of bytes."""
         sizes = [_num_bytes(spec) for _, spec in wanted]
         if dist.get_rank(self._group) == 0:
             values = [_bytes_of(self._modules[number].get_buffer(spec.name)) for number, spec in wanted]
@@ -144,7 +144,7 @@ class BufferSync:
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         collectives.broadcast(flat, self._first, group=self._group, doing=_BUFFERS).wait()
         for (number, spec), piece in zip(wanted, flat.split(sizes), strict=True):
-            # Not a view: in the run it need not stand where its dtype may.
+            # Not a view: its place in the run need not be aligned to its dtype.
             _put(self._modules[number], spec, piece.clone().view(spec.dtype).view(spec.shape))
 
     def _note(self, number: int) -> None:
@@ -159,7 +159,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _counts_nothing(module: nn.Module) -> bool:
-    """Whether its statistics change without a trace."""
+    """Whether the statistics of ``module`` change without being counted."""
     return isinstance(module, _NormBase) and module.running_mean is not None and module.num_batches_tracked is None
 
 
@@ -197,6 +197,6 @@ def _put(module: nn.Module, spec: _Spec, value: Tensor) -> None:
 
 
 def _takes(buffer: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` can be written to ``buffer``. Not if that is expanded, or was made in inference mode."""
+    """Whether ``value`` can be written to ``buffer``; not if that is expanded, or was made in inference mode."""
     is_alike = buffer.shape == value.shape and buffer.dtype == value.dtype
     return is_alike and not buffer.is_inference() and torch._debug_has_internal_overlap(buffer) != 1

@@ -1,35 +1,30 @@
-"""Parameters of one kind in a flat buffer, of which a rank keeps its shard: their values, and their gradients.
+"""Flat buffer: values and gradients of parameters of one kind, sharded over a shard group.
 
-Between uses a rank has its shard only. For a use the buffer's memory is allocated anew and an all-gather fills it;
-afterwards the memory is freed. The buffer itself stays, and so do the views of it that autograd has saved: freeing is
-``resize_(0)`` of the storage that they all share, and what they read in backward is what the next gather has put there.
+Between uses a rank has its shard only. For a use the buffer's memory is allocated and filled by an all-gather;
+afterwards it is freed. The buffer object stays, and so do the views of it that autograd has saved: freeing is
+``resize_(0)`` of the storage that they all share, and in backward they read the values of the next gather.
 
 The parameters stay the same objects. Their ``data`` are exchanged, which leaves their version counters alone, so that
-autograd finds its saved tensors unchanged (and notices when somebody else has changed them).
+autograd finds its saved tensors unchanged (and notices when somebody else has changed them). They are gathered,
+resting, shown as pieces or shown whole; see [Note: resting parameters] in :mod:`smp_strategy.data_parallel.resting`.
 
-============  ==============================================================================================
-gathered      a view of the buffer
-resting       shape, dtype and device as ever, without values (:mod:`smp_strategy.data_parallel.resting`)
-pieces shown  this rank's piece, one-dimensional, a view of the shard; ``grad`` likewise
-whole shown   with all values, in memory of its own that code of the user may keep; ``grad`` likewise
-============  ==============================================================================================
+Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado. But
+then its shape would change whenever somebody looks (weight decay by ``ndim``, summaries), and a computation with a
+weight that is not gathered could give a plausible number instead of an error.
 
-Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado.
-But then its shape would be another one whenever somebody looks (weight decay by ``ndim``, summaries), and a computation
-with a weight that is not gathered could give a plausible number. Now it is refused.
+During a pass gradients are moved into a buffer of the same layout, in which missing ones are zero. It is
+reduce-scattered over the group to this rank's gradient shard, to which later microbatches are added. If other ranks
+have the same shard and share its updates (its *owners*), this rank's gradients and pieces are those of a part of the
+shard, its *own*. The parts that the others update arrive in the background; the next gather waits for them. Between
+passes the ``grad`` of a resting parameter is a :class:`~smp_strategy.data_parallel.sharded_gradient.ShardedGradient`
+with its piece.
 
-In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
-over the group, and what is left of it is this rank's shard, to which later microbatches are added. Where other ranks
-have the same shard, too, and share its updates, this rank's gradients and its pieces are those of a part of it, its
-*own*. What the others have updated arrives in the background, and the next gather waits for it. Between passes the
-``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.data_parallel.sharded_gradient`).
+If units compute in half precision, the buffer and the gathered parameters have that dtype. The shard is cast on its way
+into the buffer; the values that this rank updates, the master weights, keep the parameters' dtype. Half-precision
+gradients are cast as they come (``grad_dtype``), so that all sums are in float32.
 
-Where units compute in half precision the buffer is of that dtype, and so is a parameter while it is gathered. The shard
-is cast on its way into the buffer, and what this rank updates, the masters, stays as parameters are kept. Gradients of
-half precision are cast as they come (``grad_dtype``), so that all is added up in float32.
-
-Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
-buffer has gradients like all others; those of its neighbours that are still frozen are zero, and nobody sees them.
+Frozen parameters have buffers without gradients. When one of them is unfrozen before a pass, its buffer has gradients
+from then on; those of parameters in it that are still frozen are zero and not visible.
 """
 
 from collections.abc import Sequence
@@ -43,7 +38,7 @@ from smp_strategy.data_parallel.flat_layout_views import common_base, elements, 
 from smp_strategy.data_parallel.resting import RestingParameter, placeholder
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.collectives.messages import Pending, wait_for
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.precision.master_weights import set_gradient_dtype
@@ -53,22 +48,22 @@ __all__ = ["FlatBuffer"]
 
 @final
 class FlatBuffer:
-    """See the module docstring. Takes over the values of the parameters, which rest from then on.
+    """Sharded values and gradients of some parameters. Takes over their values; they rest from then on.
 
     Args:
-        layout: where the parameters stand.
-        parameters: in the order of the layout's slots.
-        collectives: those of the shard group.
-        device: where the buffer is.
-        owners: those of the ranks that have the same shard, if each of them updates a part of it.
-        reduce_dtype: in what gradients travel to be added up; ``None``: in what they are added up here.
+        layout: Places of the parameters.
+        parameters: Parameters in the order of the layout's slots.
+        collectives: Collectives of the shard group.
+        device: Device of the buffer.
+        owners: Collectives of the ranks that have the same shard, if each of them updates a part of it.
+        reduce_dtype: Dtype in which gradients are sent; ``None``: that in which they are summed.
 
     Attributes:
-        layout, parameters: as given.
-        is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
-        own_pieces: which elements of each parameter this rank updates.
-        own: the values that this rank updates: its share, or a part of that.
-        gradients: of that part; ``None`` where there are none.
+        layout, parameters: As given.
+        is_trained: Whether there are gradients: a parameter was trained when this was made, or is by now.
+        own_pieces: Elements of each parameter that this rank updates.
+        own: Values that this rank updates: its shard, or a part of it.
+        gradients: Gradients of ``own``; ``None``: there are none.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class FlatBuffer:
         self._reduce_dtype = self._gradient_dtype if reduce_dtype is None else reduce_dtype
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.use_dtype), device=device)
         self._views = [view(self._full, slot) for slot in layout.slots]
-        # This rank's share as it travels; where it is cast for that, it is kept only if others update a part of it.
+        # This rank's shard as it is sent; if it is cast for that, it is kept only if others update a part of it.
         if layout.is_persistent and not layout.is_cast:
             self._shard = self._full.chunk(layout.degree)[collectives.rank].zero_()
         else:
@@ -113,18 +108,18 @@ class FlatBuffer:
         for number, parameter in enumerate(parameters):
             self._put(number, parameter)
         self._set_gradient_dtype(self._gradient_dtype)
-        self._refreshing: list[Pending] = []
-        self._arriving: Pending | None = None
+        self._refreshing: list[Work[object]] = []
+        self._arriving: Work[object] | None = None
         self._is_gathered = False
-        # For each parameter, whether it has had a gradient on this rank in this pass, or one that it went on with.
+        # For each parameter, whether it has had a gradient on this rank, in this pass or before it.
         self._is_used = [False] * len(parameters)
         self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
-        self._reducing: Pending | None = None
-        # Where a shard has several owners: what the group has added up of gradients, for all of them.
+        self._reducing: Work[object] | None = None
+        # If a shard has several owners: the reduced gradients of the whole shard.
         self._of_group: Tensor | None = None
-        # Of the parameters that are shown: the gradients that they had while they rested.
+        # Gradients that the shown parameters had while they rested.
         self._before: list[ShardedGradient | None] = []
         self._hide()
 
@@ -138,7 +133,7 @@ class FlatBuffer:
 
     @property
     def memory(self) -> range:
-        """The addresses of the values, while they are gathered."""
+        """Address range of the values while they are gathered."""
         start = self._full.data_ptr()
         return range(start, start + self.layout.full_bytes)
 
@@ -147,10 +142,11 @@ class FlatBuffer:
         """Whether there are gradients that have not been reduced."""
         return self._collected is not None or any(_has_new_gradient(parameter) for parameter in self.parameters)
 
-    def gather(self, *, anew: bool = False) -> None:
-        """Begin to gather the values; does nothing while they are gathered, unless other ranks need it ``anew``."""
+    def gather(self, *, again: bool = False) -> None:
+        """Begin to gather the values; if they are gathered, only for other ranks that need it (``again``)."""
         if self._is_gathered or self._arriving is not None:
-            if self.layout.is_persistent or not anew:
+            # A persistent buffer is gathered on all ranks or on none, so nobody starts this collective.
+            if self.layout.is_persistent or not again:
                 return
             self.wait()
         elif not self.layout.is_persistent:
@@ -159,7 +155,7 @@ class FlatBuffer:
         self._arriving = self._collectives.gather(self._full, shard, self._refreshing)
 
     def wait(self) -> None:
-        """Until the values that are being gathered are there."""
+        """Wait for values that are being gathered."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
@@ -168,12 +164,12 @@ class FlatBuffer:
             self._show(self._views)
 
     def free(self) -> None:
-        """Let go of the values of other ranks; of small parameters everything stays."""
+        """Free the values of other ranks; those of small parameters stay."""
         if not self.layout.is_persistent:
             self._retire()
 
     def collect(self) -> None:
-        """Move the parameters' gradients into the buffer, to those that are there."""
+        """Add the parameters' gradients to the flat gradient buffer."""
         for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
             if not self.is_trained:
                 _refuse_gradient(parameter, slot)
@@ -187,7 +183,7 @@ class FlatBuffer:
                 self._collect(number, gradient)
 
     def reduce(self, factor: float) -> None:
-        """Begin to add up the gradients of all ranks, each multiplied by a factor of its own, to those of before."""
+        """Begin to reduce-scatter the gradients, each rank's multiplied by its ``factor``, onto earlier ones."""
         self.collect()
         if not self.is_trained:
             return
@@ -210,24 +206,24 @@ class FlatBuffer:
         self._reducing = self._collectives.reduce(full.to(dtype=self._reduce_dtype), into, is_first=before is None)
 
     def wait_reduced(self) -> None:
-        """Until the gradients that are being reduced are there."""
+        """Wait for gradients that are being reduced."""
         if self._reducing is not None:
             self._reducing.wait()
             self._reducing = None
 
     def begin_gradients(self) -> None:
-        """Go on with the gradients that the parameters have, which are pieces."""
+        """Accumulate onto the gradients that the parameters have, which are pieces."""
         self.wait_reduced()
         self._collected = self._of_group = None
-        # On all ranks alike: what is trained is decided by the same code.
+        # The same on all ranks, which run the same code that freezes and unfreezes.
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
         self._goes_on = [gradient is not None for gradient in found]
         self._is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
-    def take_gradients(self) -> tuple[Tensor, Pending | None]:
-        """Hand over what the group has added up, zeros where there is nothing, and what is left to wait for."""
+    def take_gradients(self) -> tuple[Tensor, Work[object] | None]:
+        """Move out the gradients that the group has reduced (zeros if there are none), and the work to wait for."""
         if self._owners is None:
             shard, self.gradients = self.gradients, None
         else:
@@ -236,7 +232,7 @@ class FlatBuffer:
         return self._empty_gradients(self.layout.shard_numel).zero_() if shard is None else shard, reducing
 
     def put_gradients(self, sums: Tensor) -> None:
-        """Take the sums of what was handed over, where there are several owners of what this rank owns."""
+        """Set the gradients to their sums over the ranks that have the same shard."""
         if self.gradients is None:
             self.gradients = sums
         else:
@@ -244,18 +240,18 @@ class FlatBuffer:
             self.gradients.add_(sums)
 
     def end_gradients(self) -> None:
-        """Let the parameters have the gradients of this pass, as pieces."""
+        """Give the parameters the gradients of this pass, as pieces."""
         self.wait_reduced()
         if self.gradients is not None:
             for number, piece in enumerate(self._pieces(self.gradients)):
                 parameter = self.parameters[number]
-                # One that is frozen for a while keeps what it has had before.
+                # A parameter that is frozen for a while keeps its earlier gradient.
                 if parameter.requires_grad or self._goes_on[number]:
                     parameter.grad = self._in_disguise(number, piece, is_used=self._is_used[number])
         self.gradients = None
 
     def show_pieces(self) -> None:
-        """Let every parameter be this rank's piece of it, and its gradient likewise."""
+        """Make every parameter and its gradient this rank's piece."""
         self.wait()
         self._wait_refreshed()
         self._before = [_taken(parameter) for parameter in self.parameters]
@@ -266,14 +262,14 @@ class FlatBuffer:
             parameter.grad = None if gradient is None else gradient.piece.to(self.own.dtype)
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
+        """Let the parameters rest; changes of their pieces stay, values that were gathered before are out of date."""
         pairs = zip(self.parameters, self._before, strict=True)
         self._rest([self._widened(parameter.grad, before) for parameter, before in pairs])
         if self._owners is not None and self.is_trained:
             self._refreshing = [self._owners.gather(self._shard, self.own.to(self._shard.dtype))]
 
     def show_whole(self) -> None:
-        """Let every parameter and gradient be whole, in memory of its own. Collective."""
+        """Make every parameter and gradient whole, in memory of its own. Collective."""
         self._retire()
         self._before = [_taken(parameter) for parameter in self.parameters]
         self._show(self.values())
@@ -282,7 +278,7 @@ class FlatBuffer:
             parameter.grad = gradient
 
     def hide_whole(self) -> None:
-        """Let the parameters rest; what was done to them and to their gradients stays."""
+        """Let the parameters rest; changes of them and of their gradients stay."""
         pieces: list[Tensor | None] = []
         self._wait_refreshed()
         for number, parameter in enumerate(self.parameters):
@@ -291,17 +287,16 @@ class FlatBuffer:
         self._rest(pieces)
 
     def fill(self, number: int, value: Tensor) -> None:
-        """Give the parameter ``number`` a new value, which is whole."""
+        """Set the parameter ``number`` to a new whole ``value``."""
         self._retire()
         self._wait_refreshed()
         self._put(number, value)
 
     def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Put together what ranks have pieces of, in memory of its own. Collective.
+        """Join the ranks' pieces of tensors shaped like the parameters, in memory of its own. Collective.
 
         Args:
-            pieces: for each parameter this rank's piece of something of its shape, all of one dtype; ``None`` for what
-                no rank has.
+            pieces: This rank's piece for each parameter, all of one dtype; ``None`` where no rank has one.
         """
         there = [piece for piece in pieces if piece is not None]
         if not there:
@@ -321,17 +316,17 @@ class FlatBuffer:
         return [view(full, slot).clone() for slot in self.layout.slots]
 
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
-        """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
+        """Copy of this rank's piece of a tensor with the shape of the parameter ``number``."""
         piece = self.own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
     def own_values(self, number: int) -> Tensor:
-        """The values that this rank updates of the parameter ``number``: a one-dimensional view of the buffer."""
+        """Values of the parameter ``number`` that this rank updates: a one-dimensional view of the buffer."""
         piece = self.own_pieces[number]
         return self.own[piece.offset : piece.offset + piece.numel]
 
     def runs_to_fill(self, number: int) -> list[tuple[int, Tensor]]:
-        """Runs of the parameter ``number``, which rests, in this rank's memory: first element, and view to fill."""
+        """Runs of the resting parameter ``number`` in this rank's memory: first element, and view to fill."""
         self._retire()
         self._wait_refreshed()
         own = (self.own_pieces[number].start, self.own_values(number))
@@ -341,14 +336,14 @@ class FlatBuffer:
         return [*shard, own] if not shard or self.layout.is_cast else shard
 
     def take_gradient(self, number: int, piece: Tensor) -> None:
-        """Let the parameter ``number``, which rests, go on with this ``piece`` of a gradient."""
+        """Set the gradient of the resting parameter ``number`` to ``piece``."""
         self.parameters[number].grad = self._in_disguise(number, piece, is_used=True)
 
     def restore(self, *, keep: bool) -> None:
-        """Let the parameters own all of their values again, without gradients. Collective.
+        """Give the parameters their whole values back, without gradients. Collective.
 
         Args:
-            keep: whether on this rank as well; otherwise they rest.
+            keep: Whether this rank gets them as well; otherwise its parameters rest.
         """
         if self.layout.is_cast:
             values = self.values()
@@ -364,13 +359,13 @@ class FlatBuffer:
             self._show(values)
 
     def release(self) -> None:
-        """Let go of the values: the parameters have their own."""
+        """Free the values, after the parameters have their own."""
         self._shard.untyped_storage().resize_(0)
         self.own.untyped_storage().resize_(0)
         self._full.untyped_storage().resize_(0)
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """A buffer of something of which each rank has its ``own`` part. Collective."""
+        """All-gather the ranks' ``own`` parts into a full buffer. Collective."""
         shard = own
         if self._owners is not None:
             shard = own.new_empty(self.layout.shard_numel)
@@ -380,7 +375,7 @@ class FlatBuffer:
         return full
 
     def _joined(self, gradients: Sequence[ShardedGradient | None]) -> Tensor | None:
-        """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
+        """This rank's gradient shard, zero where a gradient is missing; ``None`` if all are."""
         if all(gradient is None for gradient in gradients):
             return None
         places = [piece.offset for piece in self.own_pieces]
@@ -407,13 +402,13 @@ class FlatBuffer:
         self._before = []
 
     def _widened(self, gradient: Tensor | None, before: ShardedGradient | None) -> Tensor | None:
-        """A gradient that an optimizer has had in the dtype of the parameter."""
+        """Cast a gradient back that the optimizer saw in the parameter's dtype."""
         if gradient is None or gradient.dtype == self._gradient_dtype or before is None:
             return gradient
         return before.piece.copy_(gradient)
 
     def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> ShardedGradient:
-        """A piece of a gradient as ``grad`` of a resting parameter."""
+        """Wrap a piece as ``grad`` of a resting parameter, which must have its shape."""
         piece = piece.to(self._gradient_dtype)
         return ShardedGradient(self.parameters[number], piece, start=self.own_pieces[number].start, is_used=is_used)
 
@@ -460,7 +455,7 @@ class FlatBuffer:
         return [own[piece.offset : piece.offset + piece.numel] for piece in self.own_pieces]
 
     def _put(self, number: int, value: Tensor) -> None:
-        """Take what this rank keeps of a parameter's value, which is whole."""
+        """Copy this rank's elements of a parameter's whole ``value``."""
         slot, own = self.layout.slots[number], self.own_pieces[number]
         values = elements(value, slot)
         self.own[own.offset : own.offset + own.numel].copy_(values[own.start : own.start + own.numel])
@@ -470,13 +465,13 @@ class FlatBuffer:
             kept.copy_(values[piece.start : piece.start + piece.numel])
 
     def _wait_refreshed(self) -> None:
-        """Until the shard is as its owners have updated it, and theirs as well."""
+        """Wait until the shard has the updates of all its owners."""
         wait_for(self._refreshing)
         self._refreshing = []
 
 
 def _taken(parameter: nn.Parameter) -> ShardedGradient | None:
-    """Its gradient, which it has no longer."""
+    """Remove the gradient from ``parameter`` and return it."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and not isinstance(gradient, ShardedGradient):
         raise UnsupportedError(
@@ -488,7 +483,7 @@ def _taken(parameter: nn.Parameter) -> ShardedGradient | None:
 
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:
-    """Whether it has one that a backward has computed, and not one of before."""
+    """Whether a backward has computed its gradient, which is not one of an earlier pass."""
     return parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient)
 
 

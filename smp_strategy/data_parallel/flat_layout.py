@@ -1,17 +1,17 @@
-"""Which elements of which parameter a rank of a shard group keeps.
+"""Flat layout: which elements of which parameter each rank of a shard group holds.
 
-The parameters of a unit travel and are cut as a whole, so they stand behind each other in flat buffers: one for each
-dtype, those that are trained apart from frozen ones (which need no gradients) and small ones, which stay gathered,
+The parameters of a unit are gathered and sharded as a whole, so they stand behind each other in flat buffers: one for
+each dtype, trained parameters apart from frozen ones (which need no gradients), and small ones, which stay gathered,
 apart from large ones. A buffer is cut into equal shards, one per rank of the group, wherever the cut falls. So an
-all-gather writes straight into the weights, and what a rank keeps of a parameter is a run of its elements, in the order
-in which they stand in memory: its *piece*, which any elementwise optimizer can work on::
+all-gather writes straight into the weights, and a rank holds of each parameter a run of its elements, in memory order:
+its *piece*, on which any elementwise optimizer can work::
 
     rank 0                  rank 1                  rank 2
     |wwwwwwwwwwwwwwwwwwwwwww|wwww.bbbb.vvvvvvvvvvvvv|vvvvvvvvvv.............|     . padding
 
-Parameters and shards begin at multiples of ``BLOCK_BYTES``. Kernels compute whole vectors of elements in another way
-than what is left over, and matrix products may depend on where in a cache line their factors begin. With aligned
-parameters and pieces each element is computed as in a tensor of its own, so the bits are the same.
+Parameters and shards begin at multiples of ``BLOCK_BYTES``. Kernels compute whole vectors of elements differently from
+the remainder, and matrix products may depend on the alignment of their factors to cache lines. With aligned parameters
+and pieces each element is computed as in a tensor of its own, so the bits are the same.
 
 Sizes, with b elements in a block, n_i elements in parameter i, and d ranks::
 
@@ -34,20 +34,20 @@ BLOCK_BYTES = 128
 @final
 @dataclass(frozen=True, kw_only=True)
 class FlatParameter:
-    """A parameter."""
+    """Metadata of a parameter."""
 
     names: tuple[str, ...]
-    """Its names in the unit; several where it is tied."""
+    """Names in the unit; several if the parameter is tied."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """Without gaps."""
     dtype: str
-    """As PyTorch calls it: ``float32``."""
+    """PyTorch's name: ``float32``."""
     itemsize: int
     """Bytes of an element."""
     requires_grad: bool
     use_dtype: str = ""
-    """In what units see it; empty: as it is."""
+    """Dtype in which units use it; empty: ``dtype``."""
     use_itemsize: int = 0
 
     @property
@@ -59,7 +59,7 @@ class FlatParameter:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A parameter's place in a flat buffer."""
+    """Place of a parameter in a flat buffer."""
 
     entry: FlatParameter
     offset: int
@@ -67,42 +67,42 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The end of its elements; behind it there can be padding."""
+        """End of its elements; padding may follow."""
         return self.offset + self.entry.numel
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What a rank keeps of a parameter; possibly nothing."""
+    """Elements of a parameter that a rank holds; possibly none."""
 
     start: int
-    """Its first element, in the order in which the parameter's elements stand in memory."""
+    """Index of the first element, in memory order of the parameter."""
     numel: int
     offset: int
-    """Where it stands in the shard."""
+    """Offset in the shard, in elements."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """One flat buffer: parameters of one kind."""
+    """Layout of a flat buffer: parameters of one kind."""
 
     dtype: str
-    """Of the shards, which an optimizer updates."""
+    """Dtype of the shards, which an optimizer updates."""
     itemsize: int
     use_dtype: str
-    """Of the buffer while it is gathered, and of what travels for that."""
+    """Dtype of the gathered buffer, and of the all-gather."""
     use_itemsize: int
     gradient_itemsize: int
-    """Gradients may be added up in a wider dtype."""
+    """Bytes of a gradient element; gradients may be summed in a wider dtype."""
     is_trained: bool
     is_persistent: bool
     """Whether the buffer stays gathered: its parameters have fewer elements than the persistence threshold."""
     degree: int
-    """Over how many ranks it is cut."""
+    """Number of shards: ranks of the shard group."""
     num_owners: int
-    """Among how many ranks that have the same shard its elements are dealt out, each of which updates its own."""
+    """Number of ranks that have the same shard and each update a part of it."""
     slots: tuple[Slot, ...]
 
     @cached_property
@@ -123,7 +123,7 @@ class FlatLayout:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the buffer is gathered in another dtype than shards have."""
+        """Whether the buffer is gathered in another dtype than that of the shards."""
         return self.use_dtype != self.dtype
 
     @property
@@ -131,7 +131,7 @@ class FlatLayout:
         """Bytes of the values that a rank keeps between uses, unless the whole buffer stays gathered."""
         if not self.is_cast:
             return self.itemsize * self.shard_numel
-        # What other owners have updated comes as it is used.
+        # Values that other owners update arrive in the dtype in which they are used.
         passed_on = self.use_itemsize * self.shard_numel if self.num_owners > 1 else 0
         return self.itemsize * self.own_numel + passed_on
 
@@ -163,17 +163,17 @@ class FlatLayout:
 
     @property
     def padding(self) -> Sequence[tuple[int, int]]:
-        """Begin and end of the runs of elements that belong to no parameter."""
+        """Start and stop of the runs of elements that belong to no parameter."""
         ends = [slot.stop for slot in self.slots]
         starts = [*(slot.offset for slot in self.slots[1:]), self.full_numel]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def piece(self, slot: Slot, rank: int) -> Piece:
-        """What ``rank`` of the group keeps of the parameter in ``slot``."""
+        """Piece of the parameter in ``slot`` that ``rank`` of the group holds."""
         return self._piece(slot, rank, self.shard_numel)
 
     def own_piece(self, slot: Slot, rank: int, owner: int) -> Piece:
-        """What of that ``owner`` updates, whose number is that of the replica; a part of its shard."""
+        """Part of that piece that ``owner`` (the number of a replica) updates."""
         return self._piece(slot, rank * self.num_owners + owner, self.own_numel)
 
     def _piece(self, slot: Slot, number: int, numel: int) -> Piece:
@@ -188,7 +188,7 @@ class FlatLayout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """The flat buffers of a unit."""
+    """Layouts of the flat buffers of a unit."""
 
     flats: tuple[FlatLayout, ...]
 
@@ -199,11 +199,11 @@ class UnitLayout:
         """Lay out the parameters of a unit; the same on every rank.
 
         Args:
-            entries: each parameter once, in an order that is the same on every rank.
-            degree: number of ranks in the shard group.
-            persistence_threshold: parameters with fewer elements stay gathered. Their gradients and what the optimizer
-                keeps for them are cut like all others.
-            num_owners: number of ranks that have the same shard, if each of them updates a part of it.
+            entries: Parameters, each once, in an order that is the same on every rank.
+            degree: Number of ranks in the shard group.
+            persistence_threshold: Parameters with fewer elements stay gathered. Their gradients and optimizer state are
+                sharded like all others.
+            num_owners: Number of ranks that have the same shard, if each of them updates a part of it.
         """
 
         def kind(entry: FlatParameter) -> tuple[str, int, str, int, bool, bool]:
@@ -236,13 +236,13 @@ class UnitLayout:
 
     @property
     def transient_numel(self) -> int:
-        """Elements, padding included, that are there during uses only."""
+        """Elements, padding included, that are in memory during uses only."""
         return sum(flat.full_numel for flat in self.flats if not flat.is_persistent)
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of these elements. They come on top of the resting ones: a shard stays beside the buffer, whose memory
-        comes and goes as a whole."""
+        """Bytes of these elements. They add to the resting ones: a shard stays beside the buffer, whose memory is
+        allocated and freed as a whole."""
         return sum(flat.full_bytes for flat in self.flats if not flat.is_persistent)
 
     @property
@@ -252,7 +252,7 @@ class UnitLayout:
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes of parameters that a rank holds between uses: its shards, and all of what stays gathered."""
+        """Bytes of parameters that a rank holds between uses: its shards, and the buffers that stay gathered."""
         return sum(flat.resting_bytes for flat in self.flats)
 
 

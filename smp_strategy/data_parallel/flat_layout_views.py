@@ -1,7 +1,7 @@
-"""Between tensors with shapes and runs of elements in a flat buffer.
+"""Conversion between shaped tensors and runs of elements in a flat buffer, without copies where possible.
 
-Nothing is copied where that can be avoided: a parameter is a view of the buffer that it stands in, and pieces that
-stand behind each other in one tensor already are found to be that tensor.
+A parameter is a view of its buffer, and pieces that already stand behind each other in one tensor are recognised as
+that tensor.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ __all__ = ["common_base", "elements", "view"]
 
 
 def view(flat: Tensor, slot: Slot) -> Tensor:
-    """The parameter in ``slot`` of a flat buffer."""
+    """View of the parameter in ``slot`` of a flat buffer."""
     return flat.as_strided(slot.entry.shape, slot.entry.stride, slot.offset)
 
 
 def elements(tensor: Tensor, slot: Slot) -> Tensor:
-    """Those of ``tensor``, in the order in which those of the parameter in ``slot`` stand in memory."""
+    """Elements of ``tensor`` in the memory order of the parameter in ``slot``."""
     tensor = tensor.detach()
     if tensor.stride() != slot.entry.stride:
         ordered = torch.empty_strided(tensor.shape, slot.entry.stride, dtype=tensor.dtype, device=tensor.device)
@@ -29,7 +29,7 @@ def elements(tensor: Tensor, slot: Slot) -> Tensor:
 
 
 def common_base(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Tensor) -> Tensor | None:
-    """The tensor like ``shard`` that ``pieces`` are views of, if there is one."""
+    """Tensor like ``shard`` that all ``pieces`` are views of, if there is one."""
     storage = None
     for piece, place in zip(pieces, places, strict=True):
         if piece is None:

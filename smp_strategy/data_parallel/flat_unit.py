@@ -1,23 +1,24 @@
-"""A unit whose parameters are spread over the ranks of a shard group.
+"""Flat unit: the parameters of a unit as flat buffers that are sharded over a shard group (as in FSDP).
 
-What happens to a unit in a step::
+A unit's life in a step::
 
     gather  ->  wait  ->  forward  ->  free            and once more around its backward, then
     collect ->  reduce                                 for every microbatch, or for some of them
 
     begin_gradients ... end_gradients                  around each pass over the model
     show_pieces ... hide_pieces                        around the optimizer's step
-    show_whole ... hide_whole                          around code of the user that looks at weights
+    show_whole ... hide_whole                          around user code that looks at weights
 
-Nothing here knows when: hooks, prefetch and the pipeline are the caller's, who does the same on all ranks of the group.
-A unit that is used twice in a forward can be gathered and freed twice; its gradients are collected whenever they are
-there, and reduced once, when both uses are through. What a rank has no gradient of counts as zero there, so nobody
-waits for an unused parameter. Its gradient knows that it was not used here: ranks can tell each other, and drop those
-that nobody has used, as in one process.
+Nothing here decides when: hooks, prefetch and the pipeline are the caller's, who does the same on all ranks of the
+group. A unit that is used twice in a forward can be gathered and freed twice; its gradients are collected whenever they
+are there, and reduced once, after both uses. A parameter without a gradient on some rank contributes zeros to the
+reduce-scatter, so unused parameters block nobody. Its gradient is marked as unused there: ranks can compare the marks
+and drop gradients that no rank has used, as in a single process.
 
-For the optimizer every parameter is, for a moment, this rank's piece of it: the same object in the same groups, one-
-dimensional, possibly empty, with a gradient alike. So any elementwise optimizer works unchanged, fused and foreach
-kernels included, and keeps its state for the piece alone.
+To the optimizer every parameter is, for a moment, this rank's piece of it: the same object in the same groups,
+one-dimensional, possibly empty, with a gradient alike. So any elementwise optimizer works unchanged, fused and foreach
+kernels included, and keeps its state for the piece alone. See [Note: resting parameters] in
+:mod:`smp_strategy.data_parallel.resting` for the states of a parameter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.collectives.messages import Pending
+from smp_strategy.distributed.work import Work
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = ["FlatUnit", "ShardPolicy"]
@@ -40,30 +41,30 @@ __all__ = ["FlatUnit", "ShardPolicy"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """How parameters are kept, gathered, and what becomes of their gradients."""
+    """How parameters are sharded and gathered, and how their gradients are reduced."""
 
     persistence_threshold: int = 0
-    """Those with fewer elements stay gathered from their first use to the optimizer's step."""
+    """Parameters with fewer elements stay gathered from their first use to the optimizer's step."""
     dtypes: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
-    """In what those are gathered that units see in another dtype than they are kept in."""
+    """Dtype in which a parameter is gathered, if units use another one than it is stored in."""
     reduce_dtype: torch.dtype | None = None
-    """In what gradients travel to be added up; ``None``: in what they are added up on each rank."""
+    """Dtype in which gradients are sent; ``None``: that in which they are summed on each rank."""
 
 
 @final
 class FlatUnit:
-    """See the module docstring. From its construction on the parameters rest: they are without values.
+    """Sharded parameters of a unit. From its construction on the parameters rest: they are without values.
 
     Args:
-        parameters: those of the unit with their names; tied ones can come under several. In the same order on all
-            ranks.
-        collectives: those of the shard group.
-        device: where the parameters are.
-        keeping: how they are kept.
-        owners: collectives of the ranks that have the same shards, if each of them is to update a part of them.
+        parameters: Parameters of the unit with their names, in the same order on all ranks; tied ones can come under
+            several names.
+        collectives: Collectives of the shard group.
+        device: Device of the parameters.
+        keeping: Policy of sharding.
+        owners: Collectives of the ranks that hold the same shards, if each of them is to update a part of the shard.
 
     Attributes:
-        layout: which elements of which parameter each rank has.
+        layout: Elements of each parameter that each rank holds.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class FlatUnit:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Each once, in the order of the layout."""
+        """Parameters, each once, in the order of the layout."""
         return [parameter for buffer in self._buffers for parameter in buffer.parameters]
 
     @property
     def are_trained(self) -> dict[str, bool]:
-        """Of each parameter, by name and in the order in which they were given, whether it is trained now."""
+        """Whether each parameter is trained now, by name, in the order in which they were given."""
         with in_plain_sight():
             return {name: parameter.requires_grad for name, parameter in self._named.items()}
 
@@ -107,18 +108,18 @@ class FlatUnit:
 
     @property
     def gradient_shards(self) -> list[Tensor]:
-        """This rank's share of the gradients: what is to be added up over replicas, in place."""
+        """This rank's gradient shards, to be summed over the replicas in place."""
         self.wait_reduced()
         return [buffer.gradients for buffer in self._buffers if buffer.gradients is not None]
 
     @property
     def is_trained(self) -> bool:
-        """Whether any of its parameters is trained, or was in an earlier pass."""
+        """Whether any parameter is trained, or was in an earlier pass."""
         return bool(self._trained)
 
     @property
     def memory(self) -> list[range]:
-        """The addresses of the parameters, while they are gathered."""
+        """Address ranges of the parameters while they are gathered."""
         return [buffer.memory for buffer in self._buffers]
 
     @property
@@ -127,30 +128,30 @@ class FlatUnit:
         with in_plain_sight():
             return any(buffer.has_gradients for buffer in self._buffers)
 
-    def gather(self, *, anew: bool = False) -> None:
+    def gather(self, *, again: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
 
         Args:
-            anew: gather all the same what comes and goes, because other ranks may need it.
+            again: Gather again what is gathered here (small parameters excepted), because other ranks may need it.
         """
         with _untracked():
             for buffer in self._buffers:
-                buffer.gather(anew=anew)
+                buffer.gather(again=again)
 
     def wait(self) -> None:
-        """Until the values that are being gathered are there, in the parameters."""
+        """Wait for values that are being gathered, and put them into the parameters."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.wait()
 
     def free(self) -> None:
-        """Keep this rank's shards only, and what is small."""
+        """Free the gathered values, except those of small parameters."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.free()
 
     def collect(self) -> None:
-        """Take the gradients that the parameters have by now, and leave them without.
+        """Move the gradients that the parameters have by now into the flat buffers.
 
         Raises:
             UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
@@ -160,59 +161,59 @@ class FlatUnit:
                 buffer.collect()
 
     def reduce(self, factor: float = 1.0) -> None:
-        """Collect, and begin to add up the gradients over the group, to those of before. Collective.
+        """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
 
         Args:
-            factor: what this rank's gradients are multiplied by.
+            factor: Factor of this rank's gradients.
         """
         with _untracked():
             for buffer in self._buffers:
                 buffer.reduce(factor)
 
     def wait_reduced(self) -> None:
-        """Until the gradients that are being reduced are there."""
+        """Wait for gradients that are being reduced."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.wait_reduced()
 
     def begin_gradients(self) -> None:
-        """A pass begins: go on with the gradients that the parameters have, as pieces."""
+        """Begin a pass: accumulate onto the gradients that the parameters have, as pieces."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.begin_gradients()
 
     def end_gradients(self) -> None:
-        """The pass has ended: let the parameters have its gradients, as pieces."""
+        """End a pass: give the parameters its gradients, as pieces."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.end_gradients()
 
     def show_pieces(self) -> None:
-        """Until :meth:`hide_pieces`, let every parameter, and its gradient, be this rank's piece of it."""
+        """Make every parameter and its gradient this rank's piece, until :meth:`hide_pieces`."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest; what happened to their values and gradients stays."""
+        """Let the parameters rest; changes of their values and gradients stay."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.hide_pieces()
 
     def show_whole(self) -> None:
-        """Until :meth:`hide_whole`, let every parameter, and its gradient, be whole. Collective."""
+        """Make every parameter and its gradient whole, until :meth:`hide_whole`. Collective."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.show_whole()
 
     def hide_whole(self) -> None:
-        """Let the parameters rest; what happened to their values and gradients, on all ranks alike, stays."""
+        """Let the parameters rest; changes of their values and gradients, the same on all ranks, stay."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.hide_whole()
 
     def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give parameters new values, which are whole, on all ranks alike."""
+        """Set parameters to new whole ``values``, the same on all ranks."""
         with _untracked():
             for buffer in self._buffers:
                 for number, parameter in enumerate(buffer.parameters):
@@ -220,34 +221,34 @@ class FlatUnit:
                         buffer.fill(number, values[parameter])
 
     def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """This rank's piece of a ``tensor`` with the shape of ``parameter``: one-dimensional, in memory of its own."""
+        """Copy of this rank's piece of a ``tensor`` with the shape of ``parameter``; one-dimensional."""
         buffer, number = self._place(parameter)
         with _untracked():
             return buffer.piece_of(number, tensor)
 
     def own_piece(self, parameter: nn.Parameter) -> Piece:
-        """Which elements of ``parameter`` this rank updates."""
+        """Elements of ``parameter`` that this rank updates."""
         buffer, number = self._place(parameter)
         return buffer.own_pieces[number]
 
     def own_values(self, parameter: nn.Parameter) -> Tensor:
-        """The values that this rank updates of ``parameter``."""
+        """Values of ``parameter`` that this rank updates."""
         buffer, number = self._place(parameter)
         return buffer.own_values(number)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        """Strides of ``parameter`` in memory, from which runs are taken."""
         buffer, number = self._place(parameter)
         return buffer.layout.slots[number].entry.stride
 
     def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
-        """All memory of this rank for values of ``parameter``, to be filled while it rests, on all ranks alike."""
+        """All memory of this rank for values of ``parameter``; fill it while it rests, on all ranks alike."""
         buffer, number = self._place(parameter)
         with _untracked():
             return buffer.runs_to_fill(number)
 
     def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
-        """Let ``parameter``, which rests, go on with this ``piece`` of a gradient."""
+        """Set the gradient of the resting ``parameter`` to ``piece``, this rank's piece of it."""
         buffer, number = self._place(parameter)
         with _untracked():
             buffer.take_gradient(number, piece)
@@ -261,33 +262,33 @@ class FlatUnit:
         )
 
     def restore(self, *, keep: bool = True) -> None:
-        """Give the parameters all of their values back, in memory of their own, without gradients. Collective.
+        """Give the parameters their whole values back, in memory of their own, without gradients. Collective.
 
         Args:
-            keep: whether on this rank as well.
+            keep: Whether this rank gets them as well.
         """
         with _untracked():
             for buffer in self._buffers:
                 buffer.restore(keep=keep)
 
     def release(self) -> None:
-        """The parameters have been given back on all ranks, for good: let go of the shards."""
+        """Free the shards, after all ranks have restored the parameters for good."""
         for buffer in self._buffers:
             buffer.release()
 
-    def take_gradients(self) -> tuple[list[Tensor], list[Pending]]:
-        """Hand over what the shard group has added up of the gradients; the unit has nothing of it afterwards.
+    def take_gradients(self) -> tuple[list[Tensor], list[Work[object]]]:
+        """Move the reduced gradients of the shard group out of the unit.
 
         Returns:
-            The shard of each kind of parameters that are trained, zeros where there are none, and what must be over
-            before it is complete.
+            The gradient shard of each kind of trained parameters (zeros if there is no gradient), and the work that
+            must be over before it is complete.
         """
         with _untracked():
             found = [buffer.take_gradients() for buffer in self._trained]
         return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
 
     def put_gradients(self, shards: Iterable[Tensor]) -> None:
-        """Take the sums of that over the replicas, of this rank's own parts where each has some."""
+        """Set the gradients to their sums over the replicas: of the shards, or of this rank's own part of them."""
         with _untracked():
             for buffer, shard in zip(self._trained, shards, strict=True):
                 buffer.put_gradients(shard)
@@ -299,7 +300,7 @@ class FlatUnit:
 
 @contextmanager
 def _untracked() -> Iterator[None]:
-    """Buffers are ordinary tensors, also where they are first used in inference mode; parameters can be touched."""
+    """Touch parameters freely, without autograd; buffers made in inference mode are ordinary tensors all the same."""
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         yield
 
@@ -316,7 +317,7 @@ def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dty
     return FlatParameter(
         names=names,
         shape=tuple(parameter.shape),
-        # As they are in memory, less the gaps.
+        # Dense strides in the parameter's own order of dimensions: `channels_last` stays, gaps do not.
         stride=torch.empty_like(parameter, device="meta").stride(),
         dtype=str(parameter.dtype).removeprefix("torch."),
         itemsize=parameter.itemsize,

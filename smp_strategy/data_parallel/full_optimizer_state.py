@@ -1,15 +1,14 @@
-"""What optimizers keep, whole in sight of the user's hooks, although each rank has only some of it.
+"""Full optimizer state for the user's hooks, although each rank holds a part of it.
 
-``optimizer.state[p]`` goes with ``p``. Where a hook sees ``p`` whole, and those of all stages, it finds whole moments
-beside it, on every rank. While hooks run, optimizers are of a class that notices when their state is asked for; only
-then it is gathered, and when the hook is over each rank keeps its share of what has become of it. All ranks run the
-same code on the same values, so nothing has to travel back.
+``optimizer.state[p]`` goes with ``p``: a hook that sees ``p`` whole, and the parameters of all stages, also finds whole
+moments, on every rank. While hooks run, optimizers have a class that notices access to their state; only then it is
+gathered, and after the hook each rank keeps its share of the possibly changed state. All ranks run the same code on the
+same values, so nothing is sent back. Scripts can look at the state outside of hooks as well, until the library needs
+the shares.
 
-Outside of hooks a script can look at it as well: until the library needs the shares.
-
-An optimizer's own ``state_dict()`` has what this rank updates: a part, which must not pass for the whole in a file.
-
-Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it ``torch.save``.
+An optimizer's own ``state_dict()`` contains the state that this rank updates: a part, which must not pass for the whole
+in a file. Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it
+``torch.save``.
 """
 
 from collections import OrderedDict
@@ -30,12 +29,12 @@ __all__ = ["FullOptimizerState", "mark_own_states"]
 
 @final
 class FullOptimizerState:
-    """See the module docstring.
+    """Shows optimizers with their full state while hooks run.
 
     Args:
-        optimizers: those that train the module now.
-        gather: makes the whole state of an optimizer, on every rank; collective. ``None``: every rank has it.
-        keep_share: cuts the state of an optimizer, which is whole, to what this rank has.
+        optimizers: Returns the optimizers that train the module now.
+        gather: Gathers the full state of an optimizer on every rank; collective. ``None``: every rank has it.
+        keep_share: Reduces the full state of an optimizer to this rank's share.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class FullOptimizerState:
         self._gather = gather
         self._keep_share = keep_share
         self._is_open = False
-        # The class that each of them really has, while it is watched.
+        # Real class of each optimizer that is watched.
         self._watched: dict[Optimizer, type[Optimizer]] = {}
         self._kinds: dict[type[Optimizer], type[Optimizer]] = {}
-        # This rank's shares, while wholes stand in for them.
+        # This rank's shares of states that are shown in full.
         self._shares: dict[Optimizer, Any] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, the state of optimizers is whole from its first use on."""
+        """Context in which the state of optimizers is full from its first use on."""
         self._close()
         self._open()
         try:
@@ -66,7 +65,7 @@ class FullOptimizerState:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While this is open, inside of :meth:`shown` or not, it is this rank's share."""
+        """Context in which it is this rank's share, inside of :meth:`shown` or not."""
         was_open = self._is_open
         self._close()
         try:
@@ -76,7 +75,7 @@ class FullOptimizerState:
                 self._open()
 
     def look_at(self, optimizer: Optimizer) -> Any:
-        """The whole state of ``optimizer``, until the next :meth:`hidden`. Collective."""
+        """Full state of ``optimizer``, until the next :meth:`hidden`. Collective."""
         if self._gather is not None and optimizer not in self._shares and not self._is_open:
             self._show(optimizer)
         return optimizer.state
@@ -108,7 +107,7 @@ class FullOptimizerState:
         optimizer.state = whole
 
     def _watching(self, kind: type[Optimizer]) -> type[Optimizer]:
-        """A class like ``kind`` that notices when its state is asked for."""
+        """Subclass of ``kind`` that notices access to its state."""
         if kind not in self._kinds:
 
             def state(optimizer: Optimizer) -> Any:
@@ -128,7 +127,7 @@ class FullOptimizerState:
 
 
 def _refill(share: Any, found: Any) -> None:
-    """Let ``share`` have what ``found`` has, in the same memory where that fits."""
+    """Copy the content of ``found`` into ``share``, in place where it fits."""
     for key in [each for each in share if each not in found]:
         del share[key]
     for key, kept in found.items():
@@ -146,7 +145,7 @@ def _refilled(before: object, value: object) -> object:
 
 
 class _OwnState(dict[Any, Any]):
-    """The state of the parameters that this rank updates, by their numbers."""
+    """State of the parameters that this rank updates, by their numbers; cannot be pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -166,7 +165,7 @@ class _OwnState(dict[Any, Any]):
 
 
 def mark_own_states(optimizer: Optimizer) -> None:
-    """From now on ``optimizer`` has the state of a part of its parameters, or of parts of them."""
+    """Make the ``state_dict()`` of ``optimizer``, whose state is a part of the whole, refuse to be pickled."""
     # Wrappers around another optimizer may have left `Optimizer.__init__` out.
     hooks = vars(optimizer).setdefault("_optimizer_state_dict_post_hooks", OrderedDict())
     if _mark not in hooks.values():

@@ -1,14 +1,8 @@
-"""When sharded units are gathered, freed and reduced.
+"""Gather schedule: when the parameters of sharded units are all-gathered, freed and reduce-scattered.
 
-A unit's parameters must be there while its function runs, which is called through here, and again while autograd
-computes its gradients, which :mod:`smp_strategy.data_parallel.backward_tracking` finds out.
-
-A unit is reduced when backward is through with all its calls of a token, a microbatch say. Gradients that come later,
-and those of units of which a call has got no gradient, are reduced at the end of the pass.
-
-**The order** of all this is the same on all ranks of the group, also where they take different paths
-(:mod:`smp_strategy.data_parallel.collective_order`). It is known from the pass before, so units are gathered ahead, as
-long as fewer than ``most_live`` elements are there. What is needed at once is gathered in any case.
+A unit's parameters must be there while its function runs, which is called through :meth:`GatherSchedule.call`, and
+again while autograd computes its gradients (:mod:`smp_strategy.data_parallel.backward_tracking`). See
+[Note: gather schedule].
 """
 
 import zlib
@@ -27,7 +21,7 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.saved_weights import is_in, weights_guarded
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.collectives.messages import wait_for
+from smp_strategy.distributed.work import wait_for
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten
@@ -38,8 +32,26 @@ _WITHOUT_SHARDING = (
     "Use `torch.autograd.grad(..., create_graph=True)` instead of the transform, or leave out "
     "`sharded_data_parallel_degree`."
 )
-# Gradients of more units are not kept in memory while they are being reduced.
+# Units whose full gradients are in memory while they are being reduced.
 MOST_REDUCING = 2
+
+# [Note: gather schedule]
+#
+# Every use of a unit, forward or backward, is a claim:
+#
+#     _claim     gather, unless another claim holds the unit; prefetch; wait for the values
+#     _release   the last claim frees the unit, unless the plan needs it next; then prefetch
+#
+# Claims overlap: a unit is called inside itself, microbatches are interleaved, the backward of one call begins while
+# another call runs. So they are counted, and only the first gathers and only the last frees.
+#
+# `_gather` and `_reduce_early` do not start collectives: they request them from the `CollectiveOrder`, which starts the
+# same ones on all ranks ([Note: collective order]). It may do more than was asked: start operations for other ranks, or
+# ahead. It tells by `_start` what it has started, and by `_pass_by` what this rank does not need of that. So `_is_live`
+# and the counters of live elements follow `_start` and `_free`, not requests.
+#
+# Reduction: a unit is reduced when backward is through with all its calls of a token (a microbatch, say). Gradients
+# that come later, and those of units of which a call got no gradient, are reduced in `end_pass`.
 
 
 @final
@@ -48,35 +60,35 @@ class GatherPolicy:
     """When units are gathered and reduced."""
 
     gathers_once: bool = False
-    """Gather all units, however many, when a pass begins, and keep them until it ends; not each for each use."""
+    """Gather all units when a pass begins and keep them until it ends, instead of each for each use."""
     num_ahead: int = 1
-    """How many units to gather ahead of their uses."""
+    """Number of units to gather ahead of their uses."""
     most_live: int | None = None
-    """Number of elements (padding included, without those of small parameters that stay) up to which to gather ahead;
-    ``None``: any."""
+    """Limit of gathered elements for gathers ahead (with padding, without small parameters that stay gathered);
+    ``None``: no limit."""
     reduces_early: bool = True
-    """Reduce gradients as soon as they are there, once per microbatch, and not when a pass ends."""
+    """Reduce gradients as soon as they are complete, once per microbatch, instead of at the end of a pass."""
 
 
 @final
 class GatherSchedule:
-    """See the module docstring. All ranks of the group call :meth:`end_pass` equally often.
+    """Gathers, frees and reduces the units of a shard group. All its ranks call :meth:`end_pass` equally often.
 
     Args:
-        units: by name, in the same order on all ranks.
-        collectives: those of the group.
-        timing: when they are gathered and reduced.
-        factor: what this rank's gradients are multiplied by when they are reduced.
-        replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
-        deals_out: whether each of these ranks updates a part of the shards.
+        units: Units by name, in the same order on all ranks.
+        collectives: Collectives of the shard group.
+        timing: When units are gathered and reduced.
+        factor: Factor that this rank's gradients are multiplied by when they are reduced.
+        replicas: Collectives of the ranks that hold the same shards in other shard groups; ``None``: there are none.
+        deals_out: Whether each of these ranks updates a part of the shards.
 
     Attributes:
-        may_return_weights: whether units may return their weights: those stay as long as what is done with results.
-        is_last: whether the last backward before the optimizer's step has begun: what is reduced from now on is
-            probably final, and added up over the replicas. Until the end of the pass.
-        live_numel: number of elements that are gathered now.
-        most_numel: the highest number so far.
-        most_bytes: the same in bytes.
+        may_return_weights: Whether units may return their weights, which is safe if they stay gathered for the pass.
+        is_last: Whether the last backward before the optimizer's step has begun: gradients that are reduced from now
+            on are probably final, and are summed over the replicas. Reset at the end of the pass.
+        live_numel: Number of elements gathered now.
+        most_numel: Peak of ``live_numel``.
+        most_bytes: The same peak in bytes.
     """
 
     def __init__(
@@ -103,7 +115,7 @@ class GatherSchedule:
         self._factor = factor
         self._holds_all = False
         self._is_live = [False] * len(self._units)
-        # How many uses of each unit are under way.
+        # Number of uses of each unit that are under way.
         self._claims = [0] * len(self._units)
         self._reducing: deque[int] = deque()
         self._sums = None
@@ -129,14 +141,14 @@ class GatherSchedule:
         kwargs: Mapping[str, Any],
         token: object = None,
     ) -> Any:
-        """TrackedCall ``function`` while the parameters of a unit are there, and see to it that backward finds them.
+        """Call ``function`` with the parameters of a unit gathered, and again for its backward.
 
         Args:
-            name: of the unit.
-            function: what to call.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            token: equal for calls that one thread makes one after the other: those of a microbatch.
+            name: Name of the unit.
+            function: Function to call.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            token: Equal for calls that a single thread makes in sequence: those of a microbatch.
         """
         number = self._numbers[name]
         self._claim(number)
@@ -159,10 +171,10 @@ class GatherSchedule:
             self._release(number)
 
     def begin_pass(self) -> None:
-        """If all units are gathered once, begin to; otherwise, and in the midst of a pass, nothing happens.
+        """Begin to gather all units, if that is done once per pass; no effect otherwise, or in the middle of a pass.
 
-        By default the first call begins. Where a rank may have no call at all in a pass, and others wait for more than
-        each other's units, this must come first. Collective.
+        By default the first call of a unit does this. It must be called before if a rank may call no unit in a pass
+        while other ranks also wait for each other elsewhere. Collective.
         """
         if self._timing.gathers_once and not self._holds_all:
             self._holds_all = True
@@ -170,14 +182,14 @@ class GatherSchedule:
                 self._gather(every)
 
     def begin_training(self) -> None:
-        """A pass with backward begins, with the gradients that the units have by now."""
+        """Begin a pass with backward; gradients that the units have by now are kept."""
         if self._sums is not None:
             self._sums.begin_pass()
 
     def end_pass(self) -> None:
-        """All calls of this pass, and all of its backwards, are through: a microbatch or a step, trained or not.
+        """End a pass (a microbatch or a step, trained or not) after all its calls and backwards.
 
-        Reduces what is left to reduce, on all ranks, and frees everything. Collective.
+        Reduces the remaining gradients and frees all units. Collective.
         """
         self._backwards.close()
         for number, unit in enumerate(self._units):
@@ -195,11 +207,10 @@ class GatherSchedule:
         self.is_last = False
 
     def finish_sums(self) -> None:
-        """Let the units' gradients be sums over the replicas, too; what is not begun yet begins now.
+        """Sum the units' gradients over the replicas; sums that have not begun begin now.
 
-        Called once before each step of the optimizer, and after each pass whose last part was ``is_last``, also where
-        its gradients are not wanted. Afterwards all units that are trained have gradients, zeros where no rank has
-        used them. Collective.
+        Call once before every optimizer step, and after every pass that ended with ``is_last`` set, even if its
+        gradients will be discarded. Afterwards every trained unit has gradients, zeros if no rank used it. Collective.
         """
         if self._sums is not None:
             self._sums.finish()
@@ -209,15 +220,16 @@ class GatherSchedule:
             wait_for(reducing)
             unit.put_gradients(shards)
 
-    # What is under way
+    # Uses
 
     def _claim(self, number: int) -> None:
-        """Let a unit's parameters be there until they are released."""
+        """Gather a unit's parameters until :meth:`_release`; see [Note: gather schedule]."""
         self.begin_pass()
         if not self._claims[number]:
             self._gather(number)
         else:
             self._claims[number] += 1
+        # Before the wait, so that the next unit already travels while this rank waits, and later computes.
         self._prefetch()
         self._units[number].wait()
 
@@ -227,14 +239,20 @@ class GatherSchedule:
 
     def _release(self, number: int) -> None:
         self._claims[number] -= 1
+        # A unit that the plan uses next (the last block, whose backward follows its forward) stays: its next request
+        # will be served without a collective, so values that are freed now would not come back.
         if not self._claims[number] and not self._order.is_ahead(Operation(number, "gather")):
             self._free(number)
+            # Its memory may be what the next gather ahead waits for (`most_live`).
             self._prefetch()
 
     def _prefetch(self) -> None:
+        """Start gathers ahead of their requests. Ranks may differ in when they do, but not in the order."""
         most_live = self._timing.most_live
         while self._order.num_ahead < self._timing.num_ahead:
             number = self._order.next_gather
+            # A reduction that is next has no gradients before its request, and gathers must not overtake it.
+            # A live unit would be gathered into memory that is in use.
             if number is None or self._is_live[number]:
                 return
             if most_live is not None and self.live_numel + self._numels[number] > most_live:
@@ -247,7 +265,7 @@ class GatherSchedule:
             self._prefetch()
 
     def _guard(self, call: TrackedCall) -> None:
-        """A saved weight is about to be read."""
+        """Called before a saved weight is read: make sure that it is there."""
         if self._claims[call.unit]:
             return
         if torch._C._current_graph_task_id() == -1:
@@ -272,7 +290,7 @@ class GatherSchedule:
         return [item for unit in self._units for item in unit.are_trained.items()]
 
     def _refuse_different(self) -> None:
-        """Ranks have found that they do not train the same parameters."""
+        """Raise the error about a parameter that only some ranks train."""
         names, are_trained = zip(*self._are_trained(), strict=True)
         mine = torch.tensor(are_trained, dtype=torch.uint8, device="cpu")
         everyones = mine.new_empty(self._collectives.size * len(mine))
@@ -290,7 +308,8 @@ class GatherSchedule:
         number = operation.unit
         unit = self._units[number]
         if operation.kind == "gather":
-            unit.gather(anew=True)
+            # Even if the unit is still gathered here: on another rank it may not be.
+            unit.gather(again=True)
             if not self._is_live[number]:
                 self._is_live[number] = True
                 self.live_numel += self._numels[number]
@@ -298,6 +317,7 @@ class GatherSchedule:
                 self._live_bytes += self._bytes[number]
                 self.most_bytes = max(self.most_bytes, self._live_bytes)
             return
+        # Full gradients live until they are reduced; without the limit a fast backward would pile them up.
         if len(self._reducing) == MOST_REDUCING:
             self._wait_reduced(self._reducing.popleft())
         unit.reduce(self._factor)
@@ -313,6 +333,7 @@ class GatherSchedule:
 
     def _pass_by(self, operation: Operation) -> None:
         if operation.kind == "gather":
+            # In use here: the same values are written to its memory again, which must be over before it is freed.
             if self._claims[operation.unit]:
                 self._units[operation.unit].wait()
             else:

@@ -1,13 +1,12 @@
-"""The true global gradient norm of a model whose gradients are spread over ranks.
+"""Global gradient norm of a model that is distributed over ranks, bit-identical to that of a single process.
 
-One process takes the norm of the vector of the parameters' gradient norms. Every rank fills in the entries of the
-gradients that it counts (its stage is the first that holds the parameter, its replica the one that updates it), the
-vector is added up over the ranks, and every rank takes its norm: the same numbers in the same order as in one process,
-so the result is bit-identical.
+A single process takes the norm of the vector of the parameters' gradient norms. Every rank fills in the entries that it
+counts (its stage is the first that holds the parameter, its replica the one that updates it), the vector is summed over
+the ranks, and every rank takes its norm: the same numbers in the same order as in a single process.
 
-Of a gradient that is spread over a shard group each rank takes the norm of its piece. The norm over the ranks of these
-is that of the gradient, but for rounding. So it is with gradients of split layers, over the ranks that have the parts;
-of parameters that these ranks have alike the first one's norm counts, once.
+For a gradient that is sharded over a shard group each rank takes the norm of its piece. The norm over the ranks of
+these is that of the gradient, except for rounding. The same holds for gradients of split layers, over the ranks that
+have the parts; of parameters that are equal on these ranks the norm of the first rank counts, once.
 """
 
 import functools
@@ -28,13 +27,13 @@ _NORM = "the norm of gradients"
 
 
 class SplitParameters(Protocol):
-    """Which parameters the ranks of a tensor-parallel group split, and how these ranks meet."""
+    """Parameters that a tensor-parallel group splits, and a collective of its ranks."""
 
     def has(self, parameter: object) -> bool:
         """Whether ``parameter`` is split."""
 
     def of_ranks(self, tensor: Tensor) -> Tensor:
-        """The ranks' ``tensor``, of one shape on all, stacked. Collective."""
+        """Stack the ranks' ``tensor``, of the same shape on all. Collective."""
 
 
 def global_norm(
@@ -49,12 +48,13 @@ def global_norm(
     """Norm over the gradients of ``parameters``, each counted on one rank.
 
     Args:
-        parameters: the same list, in the same order, on every rank; some have no gradient here.
-        counts_here: whether this rank contributes the gradient of a parameter.
-        groups: over which the ranks that do are spread: the stages of a replica, and perhaps the replicas of a stage.
-        norm_type: order of the norm; ``inf`` for the maximum.
-        pieces_on: the ranks over which gradients are spread that are :class:`ShardedGradient` here.
-        parts: says of which parameters the ranks of a tensor-parallel group have parts.
+        parameters: Parameters, the same list on every rank; some have no gradient here.
+        counts_here: Tells whether this rank contributes the gradient of a parameter.
+        groups: Groups over which the contributing ranks are distributed: the stages of a replica, and perhaps the
+            replicas of a stage.
+        norm_type: Order of the norm; ``inf`` for the maximum.
+        pieces_on: Group over which gradients are sharded that are :class:`ShardedGradient` here.
+        parts: Parameters that a tensor-parallel group splits.
     """
     mine = [
         (index, parameter.grad)

@@ -1,7 +1,7 @@
-"""Sums of the gradients that parameters have now, over the ranks of a group.
+"""Gradient sums over the ranks of a group, after backward.
 
 A parameter may have a gradient on one rank and none on another (it was unused in this step there). The ranks agree
-first on what exists anywhere; where nobody has anything the gradient stays ``None``, as in one process.
+first on which gradients exist anywhere; a gradient that no rank has stays ``None``, as in a single process.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["alike", "sum_gradients"]
 
 
 def alike(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Buckets for ranks that all get all sums."""
+    """Buckets whose sums all ranks get."""
     return [[[parameters[number] for number in run]] for run in buckets(parameters)]
 
 
@@ -33,12 +33,12 @@ def sum_gradients(
     """Set gradients to ``factor`` times their sum over the ranks of ``group``. Collective.
 
     Args:
-        parameters: which every rank holds.
-        group: the ranks.
-        factor: one over the number of ranks for averages.
-        dealt_out: puts parameters into buckets; ranks that get no sum are left without a gradient. Where all get all
-            sums, these have the same bits.
-        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
+        parameters: Parameters that every rank holds.
+        group: Ranks to sum over.
+        factor: Factor of the sums; one over the number of ranks for averages.
+        dealt_out: Puts parameters into buckets; ranks that do not get a sum are left without a gradient. If all ranks
+            get all sums, these have the same bits.
+        dtype: Dtype in which gradients are sent; ``None``: that in which they are summed on each rank.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
@@ -53,7 +53,7 @@ def sum_gradients(
 
 
 def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Those that have a gradient on some rank of ``group``."""
+    """Parameters that have a gradient on some rank of ``group``."""
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
     # Not a reduction, which gloo would take for one of the sums of a rank that has gone on to these.
     found = [torch.empty_like(present) for _ in range(dist.get_world_size(group))]

@@ -1,21 +1,21 @@
-"""Whether an optimizer computes on pieces of a parameter what it computes on all of it.
+"""Optimizer checks: whether an optimizer computes the same on pieces of a parameter as on the whole parameter.
 
 Under parameter sharding a rank updates pieces of parameters: one-dimensional runs of their elements, some of them
-empty. That is right for optimizers that treat every element by itself (SGD, Adam, Lion ...), and silently wrong for
-those that look at a parameter as a whole: at its matrix (Muon, Shampoo), its rows (Adafactor), its norm (LAMB), its
-number of dims (weight decay for matrices only), or at all parameters (Prodigy). Of a split layer a rank updates a part
-along one dim, which is the same but for the number of dims.
+empty. That is right for elementwise optimizers (SGD, Adam, Lion ...), and silently wrong for those that look at a
+parameter as a whole: at its matrix (Muon, Shampoo), its rows (Adafactor), its norm (LAMB), its number of dims (weight
+decay for matrices only), or at all parameters (Prodigy). Of a split layer a rank updates a part along one dim, which is
+the same except for the number of dims.
 
 Any optimizer may be used, so it is tried. A twin with the same options takes some steps with a small stand-in of the
 parameter, and other twins, one for each rank that there could be, with the pieces of it. Afterwards the values must be
-the same, and what is kept for the parameter must be either the same on all ranks or have the shape of the pieces: the
-latter tells of matrices that will be used at later steps only. Steps are as large as values, whatever the learning rate
-is (which warm-ups begin at zero), so that it shows in what ratio.
+the same, and the state must be either the same on all ranks or have the shape of the pieces: the latter tells of
+matrices that will be used at later steps only. Steps are as large as values, whatever the learning rate is (warm-ups
+begin at zero), so that it shows in what ratio.
 
-Kernels compute the last elements of a tensor, which fill no vector, in another way than the others, so values may
-differ by some units in their last place. Where these are large (``bfloat16``) the trial also takes place in
-``float32``. An optimizer that draws random numbers differs, and one that cannot be tried at all (because it wants a
-closure, or sparse gradients) is not used on trust either.
+Kernels compute the last elements of a tensor, which fill no vector, differently from the others, so values may differ
+by some units in their last place. Where these are large (``bfloat16``) the trial also takes place in ``float32``. An
+optimizer that draws random numbers differs. One that cannot be tried at all (because it wants a closure, or sparse
+gradients) is not used on trust either.
 """
 
 import itertools
@@ -36,7 +36,7 @@ __all__ = ["difference_in_parts", "difference_in_pieces", "problems_of_cuts"]
 
 NUM_STEPS = 3
 UNITS_IN_THE_LAST_PLACE = 8
-# Of the stand-in, by its number of dims: large enough for what is done to large parameters only.
+# Largest sizes of a stand-in, by number of dims: large enough for code paths of large parameters.
 _MOST_PER_DIM = {1: 4096, 2: 160, 3: 24, 4: 10}
 _LEAST_MOST_PER_DIM = 5
 
@@ -49,16 +49,16 @@ def problems_of_cuts(
     split: Mapping[nn.Parameter, tuple[str, int]] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> list[str]:
-    """A sentence for each optimizer that pieces or parts of parameters cannot be given to, and one for the remedy.
+    """Problem and remedy for each optimizer that cannot update pieces or parts of parameters, in sentences.
 
     Only the metadata of parameters count, so that all ranks come to the same result, wherever values are.
 
     Args:
-        optimizers: which will train the model. They, and their schedulers, are left as they are.
-        sharded: the parameters that are cut into pieces, of all stages, with their names.
-        degree: over how many ranks they are sharded.
-        split: parameters that are cut along one dim, likewise, with their names and that dim.
-        device: where to try; by default on the CPU.
+        optimizers: Optimizers of the model. They, and their schedulers, are not changed.
+        sharded: Names of the parameters of all stages that are cut into pieces.
+        degree: Number of ranks over which they are sharded.
+        split: Names of the parameters of all stages that are cut along one dim, and that dim.
+        device: Device of the trial; by default the CPU.
     """
     problems = []
     for optimizer in optimizers:
@@ -104,15 +104,15 @@ def difference_in_pieces(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> str | None:
-    """What is different when ``optimizer`` gets pieces of a parameter, as a half-sentence; ``None``: nothing.
+    """Difference that it makes to give ``optimizer`` pieces of a parameter, as a half-sentence; ``None``: none.
 
     Args:
-        optimizer: asked by twins.
-        parameter: one of its parameters; says which options count.
-        shape: of the stand-in.
-        edges: where the stand-in is cut: first elements of the second piece, the third ...
-        dtype: of the stand-in; by default that of ``parameter``.
-        device: of the stand-in.
+        optimizer: Optimizer, which is not changed: twins of it are tried.
+        parameter: One of its parameters, which determines the options.
+        shape: Shape of the stand-in.
+        edges: First elements of the second piece, the third ...
+        dtype: Dtype of the stand-in; by default that of ``parameter``.
+        device: Device of the stand-in.
     """
     total = math.prod(shape)
     edges = _edges(shape) if edges is None else edges
@@ -134,12 +134,12 @@ def difference_in_parts(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> str | None:
-    """What is different when ``optimizer`` gets parts along ``dim``; see :func:`difference_in_pieces`."""
+    """Difference that it makes to give ``optimizer`` parts along ``dim``; see :func:`difference_in_pieces`."""
 
     def parts(tensor: Tensor) -> list[Tensor]:
         return [part.contiguous() for part in tensor.tensor_split(2, dim)]
 
-    # Two parts at least, although this rank's may be one wide.
+    # At least two parts, although this rank's size along the dim may be 1.
     shape = (*shape[:dim], max(shape[dim], 2), *shape[dim + 1 :])
     begin, gradients = _values(shape, dtype or parameter.dtype, device)
     return _difference(optimizer, parameter, begin, gradients, parts)
@@ -174,7 +174,7 @@ def _refused(
     split: Mapping[nn.Parameter, tuple[str, int]],
     device: torch.device,
 ) -> dict[tuple[str, bool], str]:
-    """Why, by name of parameter, and whether it is about parts; those of one kind are tried once."""
+    """Reasons by name of the parameter and whether it is about parts; parameters of one kind are tried once."""
     found: dict[tuple[str, bool], str] = {}
     known: dict[object, str | None] = {}
     for parameter in group["params"]:
@@ -210,7 +210,7 @@ def _edges(shape: Sequence[int]) -> list[int]:
 
 
 def _values(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> tuple[nn.Parameter, list[Tensor]]:
-    """What to begin with, and a gradient for each step: uneven, each in its own way, so that ratios of norms differ."""
+    """Initial values, and a gradient for each step: uneven, each in its own way, so that ratios of norms differ."""
     random = torch.Generator().manual_seed(0)
     uneven = torch.linspace(1, 10, math.prod(shape)).reshape(tuple(shape))
 
@@ -226,7 +226,7 @@ def _values(shape: Sequence[int], dtype: torch.dtype, device: torch.device | Non
 def _trained(
     optimizer: Optimizer, parameter: nn.Parameter, begin: Tensor, gradients: Iterable[Tensor]
 ) -> tuple[Tensor, Any, Tensor]:
-    """The values after the steps, what is kept by then, and how far from zero each element has been, added up."""
+    """Values and state after the steps, and the sum over the steps of the elements' absolute values."""
     stand_in = nn.Parameter(begin.detach().clone())
     twin = twin_of(optimizer, parameter, stand_in)
     step_by_values(twin)
@@ -252,7 +252,7 @@ def _are_close(one: Tensor, other: Tensor, reach: Tensor) -> bool:
 def _difference_in_state(whole: Any, shape: Sequence[int], pieces: Sequence[tuple[Any, Sequence[int]]]) -> str | None:
     leaves = pytree.tree_leaves(whole)
     of_pieces = [(pytree.tree_leaves(kept), shape) for kept, shape in pieces]
-    # Also where a piece is empty: checkpoints are put together by all ranks alike.
+    # Also if a piece is empty: checkpoints are put together by all ranks alike.
     if any(len(others) != len(leaves) for others, _ in of_pieces):
         return "it keeps something else for them than for whole tensors"
     for number, leaf in enumerate(leaves):

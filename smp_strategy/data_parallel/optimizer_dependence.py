@@ -1,15 +1,15 @@
-"""Whether an optimizer can update some parameters without what the others bring.
+"""Optimizer dependence: whether an optimizer can update some parameters without the gradients of the others.
 
 Where stages or replicas divide the parameters among them (pipeline stages, ``shard_optimizer_state``), each rank
-updates its own: to its optimizer the others are parameters without a gradient. That is right for optimizers that
-update every parameter by itself, however they look at it (Adam, Muon, LAMB), and silently wrong for those that relate
-parameters to each other: that find one step size for all (Prodigy, D-Adaptation), clip by the norm of all gradients
-in their step, or move along the gradient of the whole model (SAM, LBFGS).
+updates its own: to its optimizer the others are parameters without a gradient. That is right for optimizers that update
+every parameter by itself, in whatever way (Adam, Muon, LAMB), and silently wrong for those that relate parameters to
+each other: that find one step size for all (Prodigy, D-Adaptation), clip by the norm of all gradients in their step, or
+move along the gradient of the whole model (SAM, LBFGS).
 
-Any optimizer may be used, so it is tried, as pieces are (:mod:`smp_strategy.data_parallel.optimizer_checks`). A twin
-takes some steps with small stand-ins, one for each param group, number of dims and rank that there are, and other twins
-with what each rank sees of them: gradients of its own only, and no values of other stages. What a rank updates must
-come out alike, and so must what is kept for it and the options of its groups, which may tell of an effect at later
+Any optimizer may be used, so it is tried, as for pieces (:mod:`smp_strategy.data_parallel.optimizer_checks`). A twin
+takes some steps with small stand-ins, one for each param group, number of dims and rank that there are. Other twins get
+what each rank would see of them: gradients of its own only, and no values of other stages. The values that a rank
+updates must come out alike, and so must their state and the options of its groups, which may tell of an effect at later
 steps only.
 
 If there is a difference, all is tried again with the same random numbers in each operation: an optimizer may draw some.
@@ -33,21 +33,21 @@ from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTens
 
 __all__ = ["Updater", "can_be_dealt_out", "dependence", "problems_of_dependence"]
 
-# Some look at others every few steps only, as an average over every fifth does.
+# Some optimizers look at other parameters every few steps only, as an average over every fifth step does.
 NUM_STEPS = 12
-# Of gradients, one after the other: norms are clipped where they are large.
+# Scales of successive gradients: norms are clipped only if they are large.
 _SCALES = (1.0, 0.3, 1e6, 3.0)
 _MOST_PER_DIM = 6
 _TOLERANCE = 1e-5
 
 
 class Updater(NamedTuple):
-    """A rank among those that divide the parameters of an optimizer."""
+    """Rank among those that divide the parameters of an optimizer."""
 
     stage: int
-    """Its stage, of which it has all values."""
+    """Stage of the rank, of which it has all values."""
     replica: int = 0
-    """Which of the replicas that deal out the parameters of a stage, if they do."""
+    """Replica, if replicas divide the parameters of a stage."""
 
 
 Updaters = Callable[[nn.Parameter], Collection[Updater]]
@@ -59,15 +59,15 @@ def problems_of_dependence(
     names: Mapping[nn.Parameter, str],
     options: Mapping[str, object],
 ) -> list[str]:
-    """A sentence for each optimizer that needs what parameters of several ranks bring, and one for the remedy.
+    """Problem and remedy for each optimizer that relates parameters of several ranks, in sentences.
 
     Only the metadata of parameters count, so that all ranks come to the same result, wherever values are.
 
     Args:
-        optimizers: which will train the model. They, and their schedulers, are left as they are.
-        updaters: says who updates a parameter.
-        names: of parameters.
-        options: those that divide parameters among ranks, with their values.
+        optimizers: Optimizers of the model. They, and their schedulers, are not changed.
+        updaters: Returns the ranks that update a parameter.
+        names: Names of parameters.
+        options: Options that divide parameters among ranks, with their values.
     """
     given = " and ".join(f"`{name}` ({value})" for name, value in options.items())
     them = "it" if len(options) == 1 else "them"
@@ -81,12 +81,12 @@ def problems_of_dependence(
 
 
 def dependence(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Parameter, str]) -> str | None:
-    """What is different when each rank updates its own parameters, as a half-sentence; ``None``: nothing is known.
+    """Difference that it makes if each rank updates its own parameters, as a half-sentence; ``None``: none is known.
 
     Args:
-        optimizer: asked by twins.
-        updaters: says who updates a parameter.
-        names: of parameters, where they have one.
+        optimizer: Optimizer, which is not changed: twins of it are tried.
+        updaters: Returns the ranks that update a parameter.
+        names: Names of parameters, as far as they have one.
     """
     try:
         return _difference(optimizer, updaters, names)
@@ -95,7 +95,7 @@ def dependence(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Param
 
 
 def can_be_dealt_out(optimizer: Optimizer) -> bool:
-    """Whether a trial has shown that replicas may each update some of its parameters, whichever."""
+    """Whether a trial shows that replicas may each update any subset of its parameters."""
     given = {each: number for number, each in enumerate(_trained(optimizer))}
     try:
         return _difference(optimizer, lambda parameter: [Updater(0, given[parameter] % 2)], {}) is None
@@ -104,12 +104,12 @@ def can_be_dealt_out(optimizer: Optimizer) -> bool:
 
 
 class _NotTriedError(Exception):
-    """It takes no steps with stand-ins."""
+    """The optimizer takes no steps with stand-ins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ProbeParameter:
-    """Of the parameters of one param group, with one number of dims, that the same ranks update."""
+    """Stand-in for the parameters of a param group with equal numbers of dims that the same ranks update."""
 
     parameter: nn.Parameter
     name: str
@@ -123,16 +123,16 @@ class _ProbeParameter:
 
 
 class _TrialOutcome(NamedTuple):
-    """What has become of a parameter."""
+    """Outcome of a trial for a parameter."""
 
     values: list[Tensor]
-    """After each step."""
+    """Values after each step."""
     kept: Any
     options: dict[str, Any]
 
 
 class _SameDraws(TorchFunctionMode):
-    """Each operation draws the same random numbers, whatever was drawn before it."""
+    """Mode in which each operation draws the same random numbers, whatever was drawn before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         torch.default_generator.manual_seed(0)
@@ -182,7 +182,7 @@ def _difference_in_steps(
 def _trained_by(
     rank: Updater | None, optimizer: Optimizer, stand_ins: list[_ProbeParameter], *, with_closure: bool
 ) -> dict[_ProbeParameter, _TrialOutcome]:
-    """What becomes of the stand-ins where ``rank`` trains its own; ``None``: where one process trains all."""
+    """Outcomes of the stand-ins if ``rank`` trains its own; ``None``: if a single process trains all."""
     made: dict[Tensor, nn.Parameter] = {each.parameter: nn.Parameter(each.begin.clone()) for each in stand_ins}
     twin = twin_with(optimizer, made)
     step_by_values(twin)

@@ -1,15 +1,14 @@
-"""How many bytes an optimizer will keep for each of its parameters, before its first step.
+"""Optimizer probe: twins of an optimizer that step on stand-ins, and from them the size of its state.
 
-Any optimizer may be used, so it is asked: a twin with the same options takes one step with a small stand-in of the
-parameter. Each dim of the stand-in has a size of its own, so the shape of a state tensor says which dims it follows:
-for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor are 5 x 1.
+Any optimizer may be used, so properties are found by trying: a twin with the same options steps on a small stand-in of
+a parameter. To predict the bytes of state before the first step, each dim of the stand-in has a size of its own, so the
+shape of a state tensor tells which dims it follows: for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor
+are 5 x 1.
 
-Optimizers that are asked what they do: a twin with the same options steps on a stand-in for a parameter.
-
-Nothing that the twin does may reach the original, its parameters or its schedulers, whatever the optimizer keeps
-where: groups, attributes with parameters in them (LBFGS), an inner optimizer that shares its groups (SAM, Lookahead).
-So everything is copied, and in the copies the stand-in is where the parameter was, an empty parameter without a
-gradient where others were, and there is no state.
+Nothing that a twin does may reach the original, its parameters or its schedulers, wherever the optimizer stores things:
+groups, attributes with parameters in them (LBFGS), an inner optimizer that shares its groups (SAM, Lookahead). So
+everything is copied. In the copies the stand-in replaces the parameter, an empty parameter without a gradient replaces
+the others, and there is no state.
 """
 
 import copy
@@ -38,17 +37,17 @@ __all__ = [
     "with_inner",
 ]
 
-# How a step is computed, but not what: some of it is for accelerators only.
+# Options that change how a step is computed, not its result; some are for accelerators only.
 _HOW = ("capturable", "foreach", "fused")
 
 
 def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> Optimizer:
-    """An optimizer with the options that ``parameter`` has in ``optimizer``, for ``stand_in`` alone."""
+    """Twin with the options that ``parameter`` has in ``optimizer``, for ``stand_in`` alone."""
     return twin_with(optimizer, {parameter: stand_in})
 
 
 def twin_with(optimizer: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
-    """An optimizer with the options that each parameter has in ``optimizer``, for its stand-in, and for no others."""
+    """Twin with the options that each parameter has in ``optimizer``, for its stand-in, and for no others."""
     members = with_inner(optimizer)
     nothing = nn.Parameter(next(iter(stand_ins.values())).detach().new_empty(0))
     memo: dict[int, Any] = {}
@@ -63,27 +62,27 @@ def twin_with(optimizer: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) ->
     for member in members:
         _fill(memo[id(member)], member, memo)
         _begin_state(memo[id(member)])
-        if callable(begin := getattr(memo[id(member)], "train", None)):  # it may be evaluating just now
+        if callable(begin := getattr(memo[id(member)], "train", None)):  # the original may be in evaluation mode
             begin()
     twin: Optimizer = memo[id(optimizer)]
     return twin
 
 
 def step_by_values(twin: Optimizer) -> None:
-    """Let steps be as large as values, whatever the learning rates are: warm-ups begin at zero."""
+    """Make steps as large as values, whatever the learning rates are: warm-ups begin at zero."""
     for group in twin.param_groups:
         if isinstance(rate := group.get("lr"), (int, float, Tensor)):
             group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
 
 
 def take_step(twin: Optimizer, closure: Callable[[], Tensor] | None = None) -> None:
-    """Nothing of it is left but in the twin; random numbers go on as before."""
+    """Step the twin, without other effects: the random generator is restored."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         twin.step() if closure is None else twin.step(closure)  # type: ignore[arg-type]
 
 
 def _begin_state(twin: Optimizer) -> None:
-    """Do what the constructor does: Adagrad keeps something from the beginning under torch 2.11, not from a step on."""
+    """Initialise state as the constructor does: under torch 2.11 Adagrad has some before its first step."""
     if type(twin) is not Adagrad:
         return
     for group in twin.param_groups:
@@ -93,7 +92,7 @@ def _begin_state(twin: Optimizer) -> None:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Itself and the optimizers in its attributes, and in theirs."""
+    """``optimizer`` and all optimizers in its attributes, recursively."""
     found = [optimizer]
     for member in found:  # which grows
         own = {name: value for name, value in vars(member).items() if name not in ("param_groups", "state")}
@@ -130,10 +129,10 @@ MOMENTS_IF_UNKNOWN = 2
 @final
 @dataclass(frozen=True)
 class StateSize:
-    """What optimizers keep of a parameter."""
+    """Sizes of the state tensors of a parameter."""
 
     shapes: tuple[tuple[tuple[int, ...], int], ...]
-    """Of each state tensor: its shape for the stand-in, and bytes per element."""
+    """For each state tensor its shape for the stand-in, and bytes per element."""
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes for a parameter of ``shape``, which has as many dims as the stand-in."""
@@ -141,19 +140,19 @@ class StateSize:
 
 
 def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
-    """Bytes of state after the first step, by ``id`` of the parameter; frozen ones have none."""
+    """Bytes of state after the first step, by ``id`` of the parameter; frozen parameters are left out."""
     parameters = {id(each): each for optimizer in optimizers for each in _trained(optimizer)}
     sizes = optimizer_state_sizes(optimizers)
     return {number: sizes[number].nbytes(parameter.shape) for number, parameter in parameters.items()}
 
 
 def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[int] = ()) -> dict[int, StateSize]:
-    """What optimizers keep after their first step, by ``id`` of the parameter; nothing of frozen ones.
+    """Sizes of state after the first step, by ``id`` of the parameter; frozen parameters are left out.
 
-    Where an optimizer cannot be asked, two moments per parameter are assumed.
+    If an optimizer cannot be probed, two moments per parameter are assumed.
 
     Args:
-        optimizers: what trains the parameters.
+        optimizers: Optimizers of the parameters.
         in_pieces: ``id`` of the parameters of which an optimizer will see one-dimensional pieces.
     """
     found: dict[int, StateSize] = {}
@@ -172,7 +171,7 @@ def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[
 
 
 def moments(ndim: int, itemsize: int) -> StateSize:
-    """What is assumed where nothing is known."""
+    """Size of two moments, which is assumed if nothing is known."""
     return StateSize(((_SIZES[:ndim], itemsize),) * MOMENTS_IF_UNKNOWN)
 
 
@@ -210,7 +209,7 @@ def _scaled(shape: Sequence[int], real: Sequence[int]) -> int:
 
 
 def _unfolded(size: int, sizes: Mapping[int, int]) -> int:
-    """A dim of a state tensor may be some dims of the parameter, flattened."""
+    """Real size of a dim of a state tensor, which may be several flattened dims of the parameter."""
     found = 1
     for small, large in sizes.items():
         if size % small == 0:

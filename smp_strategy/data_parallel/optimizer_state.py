@@ -1,15 +1,15 @@
-"""What an optimizer keeps for a parameter: as one process has it, and as a rank has it that updates a piece of it.
+"""Optimizer state of a parameter, converted between the whole parameter and the piece that a rank updates.
 
 ``optimizer.state[parameter]`` is a mapping, possibly with lists or mappings in it. Of its tensors some have one value
-per element and are cut like the parameter (moments); others are scalars (numbers of steps), which all ranks have alike,
-and are copied with everything that is no tensor. Anything else (the rows of Adafactor) cannot be cut::
+per element and are cut like the parameter (moments); others are scalars (numbers of steps), which are equal on all
+ranks and are copied, with everything that is no tensor. Other tensors (the rows of Adafactor) cannot be cut::
 
     parameter 5 x 7             piece of 12 elements
     mean      5 x 7     <->     mean       12
     step      ()        <->     step       ()
 
-Shapes tell which is which, unless there is one element only. Then names count, for which a twin of the optimizer is
-asked: for a stand-in of seven elements a moment has seven.
+Shapes tell which is which, unless there is one element only. Then names decide, for which a twin of the optimizer is
+probed: for a stand-in of seven elements a moment has seven.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +26,15 @@ from smp_strategy.errors import UnsupportedError
 __all__ = ["cut_state", "has_one_per_element", "kept_per_element"]
 
 _STAND_IN = 7
-# Some entries come later than with the first step: an average over every fifth, say.
+# Some entries appear later than in the first step: an average over every fifth, say.
 NUM_STEPS = 12
 
 
 def kept_per_element(optimizer: Optimizer, parameter: Tensor) -> dict[str, bool]:
-    """Of each tensor that is kept, by its name: whether it has one value per element.
+    """Whether each state tensor, by name, has one value per element.
 
-    The same for all parameters with the same options, number of dims and dtype. For optimizers that can be given pieces
-    (:mod:`smp_strategy.data_parallel.optimizer_checks`).
+    The result holds for all parameters with the same options, number of dims and dtype. Only for optimizers that can
+    update pieces (:mod:`smp_strategy.data_parallel.optimizer_checks`).
     """
     stand_in = nn.Parameter(torch.ones(_STAND_IN, dtype=parameter.dtype))
     twin = twin_of(optimizer, parameter, stand_in)
@@ -48,14 +48,14 @@ def kept_per_element(optimizer: Optimizer, parameter: Tensor) -> dict[str, bool]
 def cut_state(
     state: Any, shape: Sequence[int], cut: Callable[[Tensor], Tensor], per_element: Mapping[str, bool]
 ) -> Any:
-    """The state of a piece, out of that of the whole parameter.
+    """State of a piece, cut from that of the whole parameter.
 
     Args:
-        state: of the whole parameter; stays as it is.
-        shape: of the parameter.
-        cut: gives the piece of a tensor of this shape, whose memory may be laid out otherwise than the parameter's:
-            some states are copies of gradients.
-        per_element: see :func:`kept_per_element`.
+        state: State of the whole parameter; it is not changed.
+        shape: Shape of the parameter.
+        cut: Returns the piece of a tensor of this shape, which may have other strides than the parameter: some states
+            are copies of gradients.
+        per_element: Result of :func:`kept_per_element`.
 
     Raises:
         UnsupportedError: a tensor has neither one value per element nor one at all.
@@ -71,18 +71,18 @@ def cut_state(
 
 
 def has_one_per_element(name: str, leaf: Tensor, shape: Sequence[int], per_element: Mapping[str, bool]) -> bool:
-    """Whether a tensor that is kept for a parameter, or for a piece of one, has a value for each of its elements.
+    """Whether a state tensor of a parameter, or of a piece of one, has a value for each of its elements.
 
     Args:
-        name: of the tensor in the state.
-        leaf: the tensor.
-        shape: of the parameter, or of the piece.
-        per_element: see :func:`kept_per_element`; asked where shapes do not tell.
+        name: Name of the tensor in the state.
+        leaf: The tensor.
+        shape: Shape of the parameter, or of the piece.
+        per_element: Result of :func:`kept_per_element`; used if shapes do not tell.
 
     Raises:
         UnsupportedError: it has neither one value per element nor one at all.
     """
-    # What nobody knows by name is a moment rather than a number of steps if it has dims.
+    # A tensor of unknown name that has dims is a moment rather than a number of steps.
     if tuple(leaf.shape) == tuple(shape) and (leaf.numel() != 1 or per_element.get(name, leaf.ndim > 0)):
         return True
     if leaf.numel() != 1:
@@ -96,7 +96,7 @@ def has_one_per_element(name: str, leaf: Tensor, shape: Sequence[int], per_eleme
 
 
 def _named(state: Any) -> list[tuple[str, object]]:
-    """The leaves of ``state``, named by the way to them: ``mean``, ``averages.0``."""
+    """Leaves of ``state``, named by their path: ``mean``, ``averages.0``."""
     found, _ = pytree.tree_flatten_with_path(state)
     return [
         (".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf) for path, leaf in found

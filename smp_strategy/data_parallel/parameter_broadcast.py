@@ -1,83 +1,74 @@
-"""New values of parameters that are on their way from the rank that has computed them.
+"""Asynchronous broadcast of updated parameters: units wait for theirs when they are next called.
 
-Once an optimizer has stepped, the next forward can begin before all values are there: a unit waits for its own
+Once an optimizer has stepped, the next forward can begin before all values have arrived: a unit waits for its own
 parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
-until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So it
-changes its class as long as it waits, as parameters of other stages do (:mod:`smp_strategy.model.guarded_tensors`):
-questions of metadata and of gradients are answered at once, and whatever else is asked waits for the values.
+until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So a
+parameter changes its class while it waits, as parameters of other stages do
+(:mod:`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at once, all other uses wait for the
+values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
 
 __all__ = ["ParameterBroadcast"]
 
-# Where it is noted on a parameter what it waits for.
+# Attribute of a parameter that holds the work it waits for.
 _ARRIVAL = "_smp_arrival"
 
 
 @final
 class ParameterBroadcast:
-    """The values that are on their way to this rank."""
+    """Values that are on their way to this rank."""
 
     def __init__(self) -> None:
-        self._under_way: list[_Arrival] = []
+        self._under_way: list[Work[None]] = []
 
     def expect(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-        """Nobody sees ``parameters`` before ``finish`` has waited for their values and filled them in."""
+        """Hide ``parameters`` until ``finish`` has waited for their values and filled them in."""
         if all(type(parameter) is nn.Parameter for parameter in parameters):
-            self._under_way.append(_Arrival(parameters, finish))
+            work = Work(partial(_fill_in, parameters, finish))
+            self._under_way.append(work)
+            for parameter in parameters:
+                setattr(parameter, _ARRIVAL, work)
+                parameter.__class__ = _Arriving
         else:  # a class of the user's, which may mean something
             with torch.no_grad():
                 finish()
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Return when those of ``parameters`` that are on their way are there."""
+        """Wait for those of ``parameters`` that are on their way."""
         for parameter in parameters if self._under_way else ():
             if isinstance(parameter, _Arriving):
                 _wait_for(parameter)
-        self._under_way = [arrival for arrival in self._under_way if arrival.is_under_way]
+        self._under_way = [work for work in self._under_way if not work.is_done()]
 
     def wait(self) -> None:
-        """Return when all are there."""
-        for arrival in self._under_way:
-            arrival.wait()
+        """Wait for all parameters."""
+        wait_for(self._under_way)
         self._under_way = []
 
 
-@final
-class _Arrival:
-    """Values that arrive together."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-        self._parameters = parameters
-        self._finish = finish
-        self.is_under_way = True
-        for parameter in parameters:
-            setattr(parameter, _ARRIVAL, self)
-            parameter.__class__ = _Arriving
-
-    def wait(self) -> None:
-        if not self.is_under_way:
-            return
-        # Where another rank is gone this raises, now and whenever the parameters are used again.
-        with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
-            self._finish()
-        self.is_under_way = False
-        for parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
-            delattr(parameter, _ARRIVAL)
+def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+    # If another rank is gone this raises, now and whenever the parameters are used again.
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+        finish()
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+        delattr(parameter, _ARRIVAL)
 
 
 @final
 class _Arriving(nn.Parameter):
-    """Never constructed: parameters take this class and leave it again."""
+    """Parameter whose new value is on its way. Never constructed: parameters take this class and leave it again."""
 
     # Placed tensors leave operations that involve such a tensor to this class.
     has_home = True
@@ -105,5 +96,5 @@ class _Arriving(nn.Parameter):
 
 
 def _wait_for(parameter: nn.Parameter) -> None:
-    arrival: _Arrival = vars(parameter)[_ARRIVAL]
-    arrival.wait()
+    work: Work[None] = vars(parameter)[_ARRIVAL]
+    work.wait()

@@ -1,8 +1,8 @@
-"""When gradients are summed over ranks, and that nothing is counted twice.
+"""Gradient reduction over stages and replicas: when gradients are summed, so that nothing is counted twice.
 
-Gradients of parameters that several stages hold are added up over the stages, and all gradients are averaged over
-the replicas, once between the last backward and whatever looks at them: clipping, hooks, the optimizer. A step that
-accumulates by hand may do all this for some parameters and go on adding to the same gradients.
+Gradients of parameters that several stages hold are summed over the stages, and all gradients are averaged over the
+replicas, once between the last backward and whatever looks at them: clipping, hooks, the optimizer. A step that
+accumulates by hand may do all this for some parameters and continue to add to the same gradients.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,19 +26,19 @@ __all__ = ["Reduction"]
 
 @final
 class Reduction:
-    """The sums over ranks that gradients still need.
+    """Sums over ranks that gradients still need.
 
     Args:
-        ownership: which stages hold which parameter.
-        mesh: where the stages and replicas are.
-        sharding: says which replica updates which parameter.
-        sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
-        parts: parameters of which the ranks of a tensor-parallel group have parts.
-        dtype: in what gradients travel between replicas; ``None``: in what they are added up on each.
-        keeps_buffers: whether each replica goes on with buffers of its own.
+        ownership: Stages that hold each parameter.
+        mesh: Places of the stages and replicas.
+        sharding: Replica that updates each parameter.
+        sharded: Parameters that a shard group holds together, whose gradients it reduces in backward.
+        parts: Parameters that a tensor-parallel group splits.
+        dtype: Dtype in which gradients are sent between replicas; ``None``: that in which they are summed.
+        keeps_buffers: Whether each replica keeps its own buffers.
 
     Attributes:
-        buffers: those of the replicas, which meet when gradients do.
+        buffers: Synchronisation of the replicas' buffers, which happens together with that of gradients.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Reduction:
         self._parts = parts
         local = ownership.local_parameters(mesh.stage)
         self._local = [parameter for parameter in local if sharded is None or not sharded.has(parameter)]
-        # Those among them that several stages hold, with the group of these stages.
+        # Local parameters that several stages hold, with the group of these stages.
         self._shared = [
             (group, [parameter for parameter in parameters if sharded is None or not sharded.has(parameter)])
             for stages, parameters in ownership.shared().items()
             if (group := mesh.group_of(stages)) is not None
         ]
-        # Those of one unit alone. Gradients of others come from several places.
+        # Parameters of a single unit. Gradients of others come from several places.
         self._early = [
             parameter
             for units, members in ownership.parameters_by_units().items()
             for _, parameter in members
             if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
         ][::-1]
-        # Sets are joined and compared without asking each parameter for its hash.
+        # A frozenset keeps the hashes, so joining and comparing sets does not ask each parameter for its own.
         self._all_local = frozenset(self._local)
         self._pending: frozenset[nn.Parameter] = frozenset()
         self._quiet: Collection[nn.Parameter] = ()
         self._guesses = self._overlaps = True
 
     def start(self) -> BucketedAllReduce | None:
-        """Averages for gradients to be sent off while the last backward of a step runs, where that can be done."""
+        """Begin an all-reduce that overlaps with the last backward of a step; ``None``: not possible."""
         parameters = [parameter for parameter in self._early if parameter.requires_grad]
         if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
@@ -92,7 +92,7 @@ class Reduction:
         )
 
     def finish(self, sums: BucketedAllReduce) -> tuple[dict[nn.Parameter, Tensor], Notes]:
-        """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
+        """Wait for the averages of :meth:`start`. If some were sent too early, the next ones are sent later."""
         found, was_early, notes = sums.finish()
         if was_early and self._guesses:
             self._guesses = False
@@ -102,10 +102,10 @@ class Reduction:
         return found, notes
 
     def begin_backward(self, averaged: Collection[nn.Parameter] = ()) -> None:
-        """More gradients will be added, on every rank.
+        """Note that more gradients will be added, on every rank.
 
         Args:
-            averaged: parameters for which these are averages over the replicas already.
+            averaged: Parameters for which these are already averages over the replicas.
         """
         self.buffers.may_change()
         begun = self._all_local.difference(averaged)
@@ -113,23 +113,23 @@ class Reduction:
         for _, parameters in self._shared:
             for parameter in parameters:
                 if parameter not in self._pending and not self._is_first(parameter):
-                    # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
+                    # The gradient is already a sum over the stages, and equal on all: only one may count it again.
                     parameter.grad = None
         self._pending |= begun
         if self._sharded is not None:
             self._sharded.begin_backward()
 
     def reduce(self, notes: Notes | None = None) -> None:
-        """Sum up all gradients to which something was added, and let buffers meet. Collective.
+        """Sum all gradients to which something was added, and synchronise buffers. Collective.
 
         Args:
-            notes: what replicas have told each other about buffers, if they have.
+            notes: Maximum of the replicas' notes about buffers, if it is known.
         """
         self.reduce_some(self._pending)
         self.buffers.meet(notes)
 
     def reduce_some(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum up the gradients of ``parameters`` to which something was added. Collective."""
+        """Sum the gradients of ``parameters`` to which something was added. Collective."""
         if self._sharded is not None:
             self._sharded.sum_gradients(self._mesh.dp_group)
         wanted = self._pending.intersection(parameters)
@@ -143,7 +143,7 @@ class Reduction:
         self._pending = self._pending - wanted
 
     def over_replicas(self, value: Tensor) -> Tensor:
-        """The mean of the replicas' ``value``. Collective."""
+        """Mean of the replicas' ``value``. Collective."""
         if self._mesh.dp > 1:
             value = value.clone()
             collectives.reduce_numbers(value, group=self._mesh.dp_group, doing="the mean over replicas").wait()
@@ -151,14 +151,14 @@ class Reduction:
         return value
 
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
+        """Norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
         groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
         deals_out = self._sharded is not None and self._sharded.deals_out
         pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
         return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
 
     def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
-        """Those among ``wanted`` that this rank holds by itself."""
+        """Parameters in ``wanted`` that this rank holds by itself."""
         return self._local if wanted == self._all_local else [each for each in self._local if each in wanted]
 
     def _is_first(self, parameter: nn.Parameter) -> bool:

@@ -1,15 +1,4 @@
-"""A parameter that is spread over ranks, while nobody uses it.
-
-It keeps its identity, shape and dtype, but this rank has a piece of its values only. Whatever computes with it, be it
-code above the units, a function that is called outside of steps, or ``copy.deepcopy(model)``, must not get a plausible
-number. So it changes its class until its values are there, as parameters of other stages do
-(:mod:`smp_strategy.model.guarded_tensors`): questions of metadata are answered. For the rest there are two cases:
-
-* while a hook of the user runs, the first use on a rank, which is one on all ranks, makes all parameters whole;
-* otherwise it is refused.
-
-Its memory holds a single NaN, for what passes no Python.
-"""
+"""Class of a sharded parameter while its whole values are not there; see [Note: resting parameters]."""
 
 import copy
 from collections.abc import Callable
@@ -25,31 +14,51 @@ from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, 
 
 __all__ = ["OnUse", "RestingParameter", "placeholder"]
 
-# Where it is noted on a parameter what its use leads to.
+# [Note: resting parameters]
+#
+# A sharded parameter is one object for its whole life, because user code, optimizers and hooks hold it. Its memory and
+# its class change:
+#
+#     state       class               memory                        from .. to
+#     resting     RestingParameter    a single NaN, expanded        otherwise
+#     gathered    its own             view of the gathered buffer   wait .. free: forward and backward
+#     piece       its own             this rank's elements, 1-D     show_pieces .. hide_pieces: optimizer
+#     whole       its own             memory of its own             show_whole .. hide_whole: hooks of the user
+#
+# Code that computes with a resting parameter (code above the units, a function called outside of steps,
+# `copy.deepcopy(model)`) must not get a plausible number. So the class answers questions of metadata, as parameters of
+# other stages do (`smp_strategy.model.guarded_tensors`), and for all other operations
+#   * while a hook of the user runs, the first use makes all parameters whole (collective: the hook runs on all ranks,
+#     and the first use on one is the first on all);
+#   * otherwise it raises.
+# The class is swapped, not the object, as `Tensor.__class__` can be assigned between Python subclasses with the same
+# layout. The NaN is for kernels that read memory without going through Python's dispatch.
+
+# Attribute of a parameter that holds its `OnUse`.
 _ON_USE = "_smp_on_use"
 
 
 @final
 @dataclass
 class OnUse:
-    """What the use of a resting parameter leads to.
+    """Reaction to the use of a resting parameter.
 
     Attributes:
-        make_whole: gives all parameters their values; ``None``: the use is refused.
-        sizes: whether to ask for a size is a use, too: that of a whole parameter is another one.
+        make_whole: Gives all parameters their values; ``None``: the use is refused.
+        sizes: Whether asking for a size counts as a use: a whole parameter has another size.
     """
 
     make_whole: Callable[[], None] | None = None
     sizes: bool = False
 
     def watch(self, parameter: nn.Parameter) -> None:
-        """Be in charge of ``parameter``."""
+        """Apply to uses of ``parameter`` from now on."""
         setattr(parameter, _ON_USE, self)
 
 
 @final
 class RestingParameter(nn.Parameter):
-    """See the module docstring. Never constructed: parameters take this class and leave it again."""
+    """Sharded parameter without values. Never constructed: parameters take this class and leave it again."""
 
     # Placed tensors leave operations that involve such a tensor to this class.
     has_home = True
@@ -59,6 +68,7 @@ class RestingParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in HARMLESS or func in BY_IDENTITY:
+            # Before the metadata is read, since the class and the shape change with it.
             if func in SIZES:
                 _become_whole_for_sizes(args)
             with in_plain_sight():
@@ -66,6 +76,7 @@ class RestingParameter(nn.Parameter):
         resting = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RestingParameter))
         if _become_whole(resting):
             return func(*args, **(kwargs or {}))
+        # After `_become_whole`: in a hook `.grad` has to be whole as well, elsewhere it is the piece.
         if func not in GRADIENT:
             raise _refusal(name_of(func))
         with in_plain_sight():
@@ -87,7 +98,7 @@ class RestingParameter(nn.Parameter):
 
 
 def _become_whole(parameter: RestingParameter) -> bool:
-    """Make the parameters whole, if code of the user may see them now: ``parameter`` is an ordinary one then."""
+    """Make all parameters whole if user code may see them now; ``parameter`` is an ordinary one afterwards."""
     on_use: OnUse | None = vars(parameter).get(_ON_USE)
     if on_use is None or on_use.make_whole is None:
         return False
@@ -102,7 +113,7 @@ def _become_whole_for_sizes(args: tuple[Any, ...]) -> None:
 
 
 def placeholder(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """What is in the memory of ``parameter`` while it rests."""
+    """Memory of ``parameter`` while it rests: one NaN (or zero, if integral), expanded to its shape."""
     fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
     one = torch.full((1,) * parameter.ndim, fill, dtype=parameter.dtype, device=device)
     return one.expand(parameter.shape)

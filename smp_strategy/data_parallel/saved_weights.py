@@ -1,13 +1,13 @@
-"""What backward reads of a unit's weights when nobody has told it to gather them.
+"""Saved-tensor hooks for weights of sharded units: backward gathers the weights before it reads them.
 
-Autograd saves views of weights, and their memory comes and goes. Whoever frees it must know when backward will read
-it, and can be mistaken: a unit may leave a result in an attribute, or in an object that nobody can look into. Freed
-memory must never be read. So what a unit saves passes through here: tensors that stand in the memory of its weights are
-handed to autograd in a form that asks for the weights when it is opened.
+Autograd saves views of weights, and their memory comes and goes. The code that frees it must know when backward will
+read it, and can be mistaken: a unit may leave a result in an attribute, or in an object that cannot be inspected. Freed
+memory must never be read. So tensors that a unit saves pass through here: those in the memory of its weights are handed
+to autograd in a form that asks for the weights when it is opened.
 
-This stands in for autograd's own check that a saved tensor was not changed in place, which is done for tensors that
-were saved without hooks only. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come
-before these; such ones outside it get all tensors but the weights, as they would have without these.
+This replaces autograd's own check that a saved tensor was not changed in place, which is done only for tensors that
+were saved without hooks. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come before
+these; hooks outside of it get all tensors except the weights, as they would without these.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ _Saved = tuple[Any, int, Literal["weight", "own", "outer"]]
 
 
 def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> saved_tensors_hooks:
-    """A context; of what is saved in it, tensors in ``memory`` are read after a call of ``needed``.
+    """Context in which saved tensors in ``memory`` are read only after a call of ``needed``.
 
     Args:
-        memory: addresses of the weights.
-        needed: sees to it that the weights are there; called before each reading.
+        memory: Address ranges of the weights.
+        needed: Makes sure that the weights are there; called before each read.
     """
     outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -65,7 +65,7 @@ def is_in(memory: Sequence[range], tensor: Tensor) -> bool:
         address = tensor.data_ptr()
     except RuntimeError:  # sparse, or of another kind without plain memory
         return False
-    # For each tensor that is saved, and `any` takes longer.
+    # Called for each tensor that is saved, and `any` takes longer.
     for addresses in memory:  # noqa: SIM110
         if address in addresses:
             return True

@@ -1,9 +1,9 @@
-"""The gradient of a parameter that is spread over ranks: as large as the parameter, but this rank has a piece of it.
+"""Sharded gradient: tensor with the shape of a sharded parameter, of which this rank has a piece.
 
-``.grad`` of a parameter must have its shape. What happens to gradients between backward and the optimizer's step works
-element by element, as a rule: they are added to those of earlier batches, scaled, clamped, or set to zero. All that is
-done here to the piece, so it needs no communication. What looks at a whole gradient, its norm for instance, is refused:
-a number computed from a piece would be plausible and wrong.
+``.grad`` of a parameter must have its shape. Operations on gradients between backward and the optimizer's step are
+elementwise, as a rule: they are added to those of earlier batches, scaled, clamped, or set to zero. All that is done to
+the piece here, without communication. Operations that need the whole gradient, its norm for instance, are refused: a
+number computed from a piece would be plausible and wrong.
 """
 
 from collections.abc import Iterable
@@ -17,20 +17,20 @@ from smp_strategy.errors import UnsupportedError
 
 __all__ = ["ShardedGradient"]
 
-# Element by element as well, but not tagged so.
+# Elementwise operations without the tag `pointwise`.
 _ELEMENTWISE = frozenset({"aten::zero_", "aten::fill_", "aten::copy_", "aten::zeros_like", "aten::empty_like"})
 _WHOLE = ("norm", "max", "powsum")
 
 
 @final
 class ShardedGradient(Tensor):
-    """See the module docstring.
+    """Gradient of a sharded parameter.
 
     Args:
-        like: the parameter; gives shape, dtype and device.
-        piece: this rank's elements, one-dimensional.
-        start: the number of the first of them in the parameter.
-        is_used: whether this rank has computed a part of the gradient; otherwise all of it comes from other ranks.
+        like: The parameter, which determines the shape.
+        piece: This rank's elements, one-dimensional.
+        start: Index of the first of them in the parameter, in memory order.
+        is_used: Whether this rank has computed a part of the gradient; otherwise all of it comes from other ranks.
     """
 
     piece: Tensor
@@ -71,7 +71,7 @@ class ShardedGradient(Tensor):
         return pytree.tree_map_only(Tensor, first.with_piece, result)
 
     def with_piece(self, piece: Tensor) -> "ShardedGradient":
-        """Another one with the same place."""
+        """Gradient with another piece at the same place."""
         return ShardedGradient(self, piece, start=self.start, is_used=self.is_used)
 
 
@@ -87,7 +87,7 @@ def _is_in_place(func: Any) -> bool:
 
 
 def _fit(leaves: Iterable[Any]) -> bool:
-    """Whether this rank has the same elements of all tensors among ``leaves``, which are more than numbers."""
+    """Whether this rank has the same elements of all tensors among ``leaves`` (zero-dimensional ones excepted)."""
     leaves = list(leaves)
     places = {(leaf.start, leaf.piece.numel()) for leaf in leaves if isinstance(leaf, ShardedGradient)}
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShardedGradient)]

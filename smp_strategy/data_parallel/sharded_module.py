@@ -1,20 +1,21 @@
-"""The units of a stage with their parameters spread over a shard group, as the engine meets them.
+"""Sharded module: the units of a stage with their parameters sharded over a shard group, as the engine uses them.
 
-Each parameter is in one :class:`~smp_strategy.data_parallel.flat_unit.FlatUnit`: those that a unit has for itself make
-up one, those that the same several units share another, which is gathered for each of them. Between passes over the
-model all of them rest, and ``.grad`` is this rank's piece in disguise.
+Each parameter is in one :class:`~smp_strategy.data_parallel.flat_unit.FlatUnit`: the parameters that belong to a single
+unit make up one, those that the same several units share another, which is gathered for each of them. Between passes
+over the model all of them rest, and ``.grad`` is this rank's piece
+(:class:`~smp_strategy.data_parallel.sharded_gradient.ShardedGradient`).
 
-When gradients are summed. Backward adds up those of the shard group, as soon as they are there, and divides by its
-size. What other shard groups have computed (the replicas of the group), and other stages where they hold the same
-parameter, is added once per step of the optimizer (MiCS; Zhang et al. 2022, section 3.4). So gradients that are summed
-already, and to which more is added, stay right if they are averaged over the replicas again.
+Gradients are summed over the shard group during backward, as soon as they are complete, and divided by its size. They
+are summed once per optimizer step over other shard groups (the replicas of the group), and over other stages that hold
+the same parameter (MiCS; Zhang et al. 2022, section 3.4). So gradients that are summed already, and to which more is
+added, stay right if they are averaged over the replicas again.
 
-Replicas of a shard group all update their shards alike, or they **deal them out**: of its shard each updates a part,
-and passes it on. Instead of an all-reduce of the gradients there is a reduction to the owners with half of the bytes,
-and the new values are the other half. These travel while the next forward computes with the units before, so that a
-slow link has something to do all the time; and optimizer state takes less memory. Pieces, their gradients and their
-state are then spread over the shard group and its replicas, all together; what differs is how a unit is gathered and
-reduced, which is done in the shard group. Gradients are summed in every pass of several that accumulate.
+Replicas of a shard group either all update their shards alike, or they **deal them out**: each updates a part of its
+shard and broadcasts it. A reduction to the owners with half of the bytes replaces the all-reduce of the gradients; the
+new values are the other half. They travel while the next forward computes earlier units, so that a slow link is used
+all the time, and optimizer state takes less memory. Pieces, their gradients and their state are then distributed over
+the shard group and its replicas together; units are still gathered and reduced within the shard group. Gradients are
+summed in every pass of several that accumulate.
 """
 
 import zlib
@@ -42,23 +43,24 @@ __all__ = ["ShardedModule"]
 
 @final
 class ShardedModule:
-    """See the module docstring. From its construction on the parameters rest.
+    """Sharded units of a stage. From its construction on the parameters rest.
 
     Args:
-        parameters: those to be spread with their names, by the units that have them; the same on all ranks of a stage.
-        shards: collectives of the shard group.
-        replicas: collectives of the ranks with the same pieces, if there are several.
-        device: where the parameters are.
-        across: of the keys of ``parameters``, those with units of other stages, too: the group of the ranks that have
+        parameters: Parameters to shard, with their names, by the units that have them; the same on all ranks of a
+            stage.
+        shards: Collectives of the shard group.
+        replicas: Collectives of the ranks with the same shards, if there are several.
+        device: Device of the parameters.
+        across: For those keys of ``parameters`` that include units of other stages: the group of the ranks that have
             the same pieces on all of these stages, and whether this stage is the first of them.
-        keeping: how parameters are kept.
-        timing: when units are gathered and reduced.
-        deals_out: let each of the replicas update a part of its shards and pass it on.
+        keeping: Policy of sharding.
+        timing: When units are gathered and reduced.
+        deals_out: Whether each replica updates a part of its shards and broadcasts it.
 
     Attributes:
-        units: by name.
-        group: ranks that compare whether they are in the same hook, before it sees whole weights; ``None``: none do.
-        deals_out: as given. Pieces are those of the shard group and its replicas, and not of the shard group alone.
+        units: Units by name.
+        group: Ranks that compare whether they are in the same hook, before it sees whole weights; ``None``: none do.
+        deals_out: As given. If set, pieces are those of the shard group and its replicas together.
     """
 
     def __init__(
@@ -106,12 +108,12 @@ class ShardedModule:
             self._on_use.watch(parameter)
         self._is_open = False
         self._has_failed = False
-        # Since ranks have told each other for the last time.
+        # Stops since the ranks have last compared them.
         self._stops: list[str] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that are spread."""
+        """All sharded parameters."""
         return list(self._unit_of)
 
     @property
@@ -121,27 +123,27 @@ class ShardedModule:
 
     @property
     def most_gathered_bytes(self) -> int:
-        """Bytes of values that were gathered for passes and let go again, at most at a time."""
+        """Peak bytes of values that were gathered for passes and freed again."""
         return self._uses.most_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether every parameter and gradient is whole just now, for code of the user."""
+        """Whether every parameter and gradient is whole now, for user code."""
         return self._is_whole
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is spread."""
+        """Whether ``parameter`` is sharded."""
         return parameter in self._unit_of
 
     # Passes over the model
 
     def call(self, name: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
-        """Make ``function``, which calls the unit ``name``, find its parameters there.
+        """Wrap ``function``, which calls the unit ``name``, so that its parameters are gathered.
 
         Args:
-            name: of the unit.
-            function: what to call.
-            token: equal for calls that one thread makes one after the other: those of a microbatch.
+            name: Name of the unit.
+            function: Function to call.
+            token: Equal for calls that a single thread makes in sequence: those of a microbatch.
         """
         if self._on_use.make_whole is not None:
             self._on_use.make_whole()
@@ -154,10 +156,10 @@ class ShardedModule:
 
     @contextmanager
     def training(self, *, sums: bool) -> Iterator[None]:
-        """A pass with backward: gradients are added to those that the parameters have. Collective.
+        """Context of a pass with backward: gradients are added to those that the parameters have. Collective.
 
         Args:
-            sums: add them up over the replicas as well, beginning with :meth:`around_last`.
+            sums: Whether to sum them over the replicas as well, beginning with :meth:`around_last`.
         """
         with self._unless_it_fails():
             for unit in self.units.values():
@@ -175,7 +177,7 @@ class ShardedModule:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A pass without backward. Collective."""
+        """Context of a pass without backward. Collective."""
         with self._unless_it_fails():
             self._uses.begin_pass()
             yield
@@ -183,7 +185,7 @@ class ShardedModule:
 
     @contextmanager
     def _unless_it_fails(self) -> Iterator[None]:
-        """Where an exception ends a pass on all ranks, and they go on, it is brought to its end before the next one."""
+        """Note a pass that an exception ends; if all ranks continue after it, the next pass ends it first."""
         self._end_failed()
         try:
             yield
@@ -192,7 +194,7 @@ class ShardedModule:
             raise
 
     def _end_failed(self) -> None:
-        """If a pass has failed, let what it has begun come to its end, and drop its gradients. Collective."""
+        """If a pass has failed, finish its collectives and drop its gradients. Collective."""
         if self._has_failed:
             self._has_failed = False
             self._stops.clear()
@@ -201,15 +203,15 @@ class ShardedModule:
 
     @contextmanager
     def around_last(self) -> Iterator[None]:
-        """In here, the last backward of a pass that sums over the replicas runs."""
+        """Context of the last backward of a pass that sums over the replicas."""
         self._uses.is_last = True
         yield
 
     def begin_pass(self) -> None:
-        """Code begins, or goes on, that will stop (:meth:`stop_at`) and still have graphs: units are gathered for it.
+        """Begin or resume a pass of code that stops (:meth:`stop_at`) while it still has graphs.
 
-        The pass ends when a backward that :meth:`training` is around has ended, by :meth:`let_go`, or by
-        :meth:`end_pass`. What has saved weights by then finds them again, gathered anew, or learns that they have
+        The pass ends when a backward inside of :meth:`training` has ended, by :meth:`let_go`, or by :meth:`end_pass`.
+        Weights that graphs have saved by then are gathered again when they are read, or an error tells that they have
         changed.
         """
         self._end_failed()
@@ -217,21 +219,21 @@ class ShardedModule:
         self._uses.may_return_weights = False
 
     def end_pass(self) -> None:
-        """A pass has ended: nothing stays gathered. Collective."""
+        """End a pass: nothing stays gathered. Collective."""
         self._uses.end_pass()
         if self._is_open:
             self._is_open = False
             self._agree_on_stops()
 
     def stop_at(self, place: str) -> None:
-        """That code stops at ``place``; that of all ranks does so, or they are told."""
+        """Note that code stops at ``place``; ranks that stop elsewhere get an error at the end of the pass."""
         self._stops.append(place)
 
     def let_go(self) -> None:
-        """End the pass that :meth:`begin_pass` has begun, if it goes on, and one that has failed. Collective.
+        """End the pass that :meth:`begin_pass` has begun, if any, and one that has failed. Collective.
 
-        To be called before values are shown, as those that are gathered get out of date, and before any other
-        collective, as ranks that still gather do not come to it.
+        Call it before values are shown, which makes gathered ones out of date, and before any other collective, which
+        ranks that still gather would not reach.
         """
         self._end_failed()
         if self._is_open:
@@ -253,13 +255,13 @@ class ShardedModule:
     # Gradients
 
     def begin_backward(self) -> None:
-        """More will be added to the gradients, by each shard group and on each stage."""
+        """Note that more will be added to the gradients, by each shard group and on each stage."""
         for name, (_, is_first) in self._across.items():
             if self._is_final and not is_first:
-                # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
+                # The gradient is already a sum over the stages, and equal on all: only one may count it again.
                 for parameter in self.units[name].parameters:
                     parameter.grad = None
-        # Where parts were not added up yet, all is averaged once more.
+        # If something was added that is not summed yet, all is averaged once more.
         self._has_sums = self._has_sums and self._is_final
         self._is_final = False
 
@@ -267,8 +269,8 @@ class ShardedModule:
         """Average the gradients over the replicas, if anything was added. Collective.
 
         Args:
-            group: all ranks of this stage, the shard group and its replicas: they tell each other what they have used,
-                and let go of gradients of what none of them has, as one process would have none.
+            group: All ranks of this stage (the shard group and its replicas). They agree on the parameters that any of
+                them has used, and drop the gradients of the others, as a single process has none.
         """
         self.let_go()
         if self._is_final:
@@ -295,7 +297,7 @@ class ShardedModule:
             unit.end_gradients()
 
     def _agree_on_use(self, group: dist.ProcessGroup) -> list[bool]:
-        """For each parameter, whether any rank of its stages has used it."""
+        """Whether any rank of its stages has used each parameter."""
         used = {each: isinstance(each.grad, ShardedGradient) and each.grad.is_used for each in self._unit_of}
         groups = [(group, self.parameters)]
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
@@ -316,13 +318,13 @@ class ShardedModule:
 
     @contextmanager
     def in_sight(self, make_whole: Callable[[], None] | None = None, *, sizes: bool = False) -> Iterator[None]:
-        """Code of the user runs in here. From its first use on every parameter and gradient is whole.
+        """Context of user code: from its first use of one on, all parameters and gradients are whole.
 
-        What is done to them, on all ranks alike, stays. Collective over those that use them.
+        Changes of them, the same on all ranks, stay. Collective over the ranks that use them.
 
         Args:
-            make_whole: called at the first use, to call :meth:`show_whole`.
-            sizes: to ask for the size of a parameter is a use as well.
+            make_whole: Called at the first use, to call :meth:`show_whole`.
+            sizes: Whether asking for the size of a parameter is a use as well.
         """
         self._on_use.make_whole, self._on_use.sizes = make_whole or self.show_whole, sizes
         try:
@@ -332,7 +334,7 @@ class ShardedModule:
             self.hide_whole()
 
     def show_whole(self) -> None:
-        """Inside of :meth:`in_sight`: let every parameter and gradient be whole. Collective."""
+        """Make every parameter and gradient whole, inside of :meth:`in_sight`. Collective."""
         self._on_use.make_whole = None
         if self.group is not None:
             collectives.barrier("whole weights in a hook", self.group)
@@ -342,21 +344,21 @@ class ShardedModule:
             unit.show_whole()
 
     def hide_whole(self) -> None:
-        """Let the parameters rest again, if they are whole, with what was done to them and to their gradients."""
+        """Let the parameters rest again, if they are whole; changes of them and of their gradients stay."""
         if self._is_whole:
             for unit in self.units.values():
                 unit.hide_whole()
         self._is_whole = False
 
     def show_pieces(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Until :meth:`hide_pieces`, each of ``parameters`` and its gradient, and all of its unit, is a piece of it."""
+        """Make ``parameters``, with all of their units, and gradients this rank's pieces, until :meth:`hide_pieces`."""
         self.let_go()
         self._in_pieces = list(dict.fromkeys(self._unit_of[each] for each in parameters if self.has(each)))
         for unit in self._in_pieces:
             unit.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters that are pieces rest again, with what has become of those."""
+        """Let the parameters that are pieces rest again; changes of them stay."""
         for unit in self._in_pieces:
             unit.hide_pieces()
         self._in_pieces = []
@@ -368,36 +370,36 @@ class ShardedModule:
         return self._unit_of[parameter].piece_of(parameter, tensor)
 
     def own_piece(self, parameter: nn.Parameter) -> Piece:
-        """Which elements of ``parameter`` this rank updates: a run of them."""
+        """Run of elements of ``parameter`` that this rank updates."""
         return self._unit_of[parameter].own_piece(parameter)
 
     def own_values(self, parameter: nn.Parameter) -> Tensor:
-        """The values of these, as long as the module is spread."""
+        """Values of these elements, as long as the module is sharded."""
         return self._unit_of[parameter].own_values(parameter)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        """Strides of ``parameter`` in memory, from which runs are taken."""
         return self._unit_of[parameter].stride_of(parameter)
 
     def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
-        """All memory of this rank for values of ``parameter``, to be filled between passes, on all ranks alike."""
+        """All memory of this rank for values of ``parameter``; fill it between passes, on all ranks alike."""
         return self._unit_of[parameter].runs_to_fill(parameter)
 
     def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
-        """Let ``parameter`` go on with this rank's ``piece`` of a gradient that is summed already."""
+        """Set the gradient of ``parameter`` to this rank's ``piece`` of one that is already summed."""
         self._unit_of[parameter].take_gradient(parameter, piece)
 
     def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give parameters new values, which are whole, on all ranks alike."""
+        """Set parameters to new whole ``values``, the same on all ranks."""
         for unit in self.units.values():
             unit.fill(values)
 
     def restore(self, *, keep: bool, is_last: bool) -> None:
-        """Give the parameters all of their values back, and no gradients. Collective.
+        """Give the parameters their whole values back, without gradients. Collective.
 
         Args:
-            keep: whether on this rank as well.
-            is_last: let go of the shards: all ranks keep what they get.
+            keep: Whether this rank gets them as well.
+            is_last: Whether to free the shards, since all ranks keep their values.
         """
         for unit in self.units.values():
             unit.restore(keep=keep)
@@ -405,7 +407,7 @@ class ShardedModule:
                 unit.release()
 
     def close(self) -> None:
-        """Let go of what is needed in the background."""
+        """End the background threads."""
         self._shards.close()
         if self._replicas is not None:
             self._replicas.close()

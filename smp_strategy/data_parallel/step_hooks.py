@@ -1,15 +1,15 @@
-"""Hooks that users have registered on an optimizer's step, for ranks whose optimizer sees only some of the parameters.
+"""Step hooks, closures and modes of optimizers, for ranks whose optimizer sees only some of the parameters.
 
-In one process they find all weights and gradients as they are before and after the step. So they are taken out of the
-step: those before it run before a rank hides what others update, and those after it when the new values are known
-everywhere, with everything in sight like any other hook.
+Hooks that users have registered on an optimizer's step find, in a single process, all weights and gradients as they are
+before and after the step. So they are taken out of the step: hooks before it run before a rank hides the parameters
+that others update, and hooks after it when the new values are known everywhere, with everything in sight like any other
+hook.
 
-Closures of optimizers, which evaluate the loss.
+Closures, which evaluate the loss, may be called once per step.
 
-Optimizers that train one point and have an average evaluated, and exchange them in ``train`` and ``eval``.
-
-The exchange changes all weights by what is kept for each of them, so ranks do it together, each with those that it
-updates (Defazio et al. 2024).
+Schedule-free optimizers train one point, have an average evaluated, and exchange them in ``train`` and ``eval``. The
+exchange changes all weights by state that is kept for each of them, so ranks do it together, each for the parameters
+that it updates (Defazio et al. 2024).
 """
 
 from collections.abc import Callable, Iterator
@@ -25,17 +25,17 @@ __all__ = ["MODES", "evaluated_once", "has_step_hooks", "has_to_switch", "hooks_
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether there are any."""
+    """Whether ``optimizer`` has hooks on its step."""
     return any(_hooks(optimizer))
 
 
 @contextmanager
 def hooks_around_step(optimizer: Optimizer, in_sight: Callable[[Callable[[], None]], Any] | None) -> Iterator[None]:
-    """A step of ``optimizer`` runs in here, and its hooks before and after it.
+    """Context of a step of ``optimizer``, whose hooks run before and after it.
 
     Args:
-        optimizer: has the hooks.
-        in_sight: calls them; ``None``: they run inside of the step as usual.
+        optimizer: Optimizer with the hooks.
+        in_sight: Calls the hooks; ``None``: they run inside of the step as usual.
     """
     if in_sight is None or not has_step_hooks(optimizer):
         yield
@@ -78,10 +78,10 @@ def _call(hooks: list[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
-    """``closure``, which refuses to be called again.
+    """Wrap ``closure`` so that it refuses to be called again.
 
-    An optimizer that evaluates the loss again does so at weights that it has changed by what it knows of all
-    gradients (a line search, a perturbation of a given norm); on a rank it knows those of one stage.
+    An optimizer that evaluates the loss again does so at weights that it has changed by means of all gradients (a line
+    search, a perturbation of a given norm); on a rank it has those of one stage.
     """
     calls = 0
 
@@ -103,6 +103,6 @@ MODES = ("train", "eval")
 
 
 def has_to_switch(optimizer: Optimizer, mode: str) -> bool:
-    """Whether a call of the method ``mode`` has anything to change."""
+    """Whether a call of the method ``mode`` would change anything."""
     wanted = {group.get("train_mode", mode != "train") for group in optimizer.param_groups}
     return callable(getattr(optimizer, mode, None)) and wanted != {mode == "train"}

@@ -1,8 +1,8 @@
-"""Gradients are divided by the loss scale where they are, and all ranks learn whether any of them has overflowed.
+"""Gradient unscaling by the loss scale, and agreement of all ranks on whether any gradient has overflowed.
 
 A rank has gradients of its stage, its part of split layers, its pieces of sharded parameters, or of the parameters that
-its replica updates; on none of them there may be anything wrong but on one. Skipping a step is a decision about all of
-them, so there is one reduction over all ranks, of two flags.
+its replica updates; an overflow may show on a single rank only. Skipping a step is a decision of all of them, so there
+is one reduction of the outcome over all ranks.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ __all__ = ["agreed", "unscale_gradients"]
 
 
 def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> UnscaleResult:
-    """Divide the gradients that this rank has of ``parameters`` by ``scale``; says what it has found in them."""
+    """Divide this rank's gradients of ``parameters`` by ``scale``; return whether they exist and are finite."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     of_halves = []
     found = UnscaleResult.NOTHING
@@ -34,17 +34,17 @@ def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> Unsca
     overflows = []
     for (device, _), gradients in alike.items():
         overflow = torch.zeros((), device=device)
-        # What PyTorch's scaler calls: divides and looks in one go. In double precision, as there.
+        # The kernel of PyTorch's scaler: divides and checks in one pass. Reciprocal in double precision, as there.
         inverse = torch.tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
         overflows.append(overflow)
-    # The optimizer will get these as float16, like their parameters.
+    # The optimizer will get these cast to float16, like their parameters.
     overflows += [values.abs().amax() > torch.finfo(torch.float16).max for values in of_halves]
     return UnscaleResult.OVERFLOW if any(map(Tensor.item, overflows)) else found
 
 
 def agreed(found: UnscaleResult, device: torch.device) -> UnscaleResult:
-    """The worst that a rank has found. Collective over all ranks."""
+    """Worst result of any rank. Collective over all ranks."""
     order = list(UnscaleResult)
     worst = torch.tensor(order.index(found), dtype=torch.int32, device=device)
     collectives.reduce_numbers(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()

@@ -1,15 +1,14 @@
-"""Optimizer state on one replica only: each parameter is updated by one of the replicas that hold it.
+"""ZeRO-1/2: optimizer state is sharded over replicas by whole parameters; each parameter has one owner that updates it.
 
 Replicas would all keep the same state and compute the same updates. Instead the parameters of a stage are dealt out
-over its replicas, whole ones, balanced by size, as SageMaker's ``shard_optimizer_state`` does (ZeRO, stages 1 and 2;
-Rajbhandari et al. 2020). A whole parameter, not a slice of it: an optimizer that looks at all of a matrix (Muon,
-Adafactor, LAMB) computes what it would in one process.
+over its replicas, balanced by size, as SageMaker's ``shard_optimizer_state`` does (ZeRO, stages 1 and 2; Rajbhandari et
+al. 2020). Whole parameters, not slices: an optimizer that looks at a whole matrix (Muon, Adafactor, LAMB) computes what
+it would in a single process.
 
-Between the last backward and the optimizer each gradient is averaged on its owner alone, and the others let go of
-theirs. To an optimizer a parameter without gradient is not there: it makes no state for it. After its step each owner
-passes on the new values, which travel while the next forward has begun
-(:mod:`smp_strategy.data_parallel.parameter_broadcast`). Where the user's hooks look at gradients all replicas keep them
-until the step.
+Between the last backward and the optimizer each gradient is averaged on its owner alone, and the others drop theirs. To
+an optimizer a parameter without gradient does not exist: it makes no state for it. After its step each owner broadcasts
+the new values, which travel while the next forward has begun (:mod:`smp_strategy.data_parallel.parameter_broadcast`).
+If the user's hooks look at gradients all replicas keep them until the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,18 +35,18 @@ __all__ = ["ZeroOptimizer"]
 
 @final
 class ZeroOptimizer:
-    """Who updates which parameter, and what goes from replica to replica because of that.
+    """Owner of each parameter among the replicas, and the exchange of gradients and values that follows from it.
 
     Args:
-        ownership: which stages hold which parameter.
-        mesh: where the stages and replicas are.
-        is_on: whether the parameters are dealt out; otherwise every replica updates all of them.
-        everyone_sees: whether all replicas keep the averaged gradients until the optimizer's step.
+        ownership: Stages that hold each parameter.
+        mesh: Places of the stages and replicas.
+        is_on: Whether the parameters are dealt out; otherwise every replica updates all of them.
+        everyone_sees: Whether all replicas keep the averaged gradients until the optimizer's step.
 
     Attributes:
-        is_on: whether they are dealt out: there is more than one replica.
-        drops_gradients: whether a replica has gradients of its own parameters only, once they are averaged.
-        arrivals: new values that are on their way from other replicas.
+        is_on: Whether the parameters are dealt out, and there is more than one replica.
+        drops_gradients: Whether a replica keeps averaged gradients of its own parameters only.
+        arrivals: New values on their way from other replicas.
     """
 
     def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
@@ -64,7 +63,7 @@ class ZeroOptimizer:
         self.arrivals = ParameterBroadcast()
 
     def owner(self, parameter: Tensor, stage: int) -> int:
-        """The replica that updates ``parameter`` on ``stage``, which holds it; if all do, the first."""
+        """Replica that updates ``parameter`` on ``stage``, which holds it; the first if all do."""
         if not self.is_on:
             return 0
         if stage not in self._owners:
@@ -78,7 +77,7 @@ class ZeroOptimizer:
         return self._owners[stage][parameter]
 
     def knows(self, parameter: Tensor) -> bool:
-        """Whether it is one of the module's; an optimizer may have others, which every rank updates."""
+        """Whether ``parameter`` is one of the module's; an optimizer may have others, which every rank updates."""
         return parameter in self._known
 
     def is_mine(self, parameter: Tensor) -> bool:
@@ -86,13 +85,13 @@ class ZeroOptimizer:
         return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
 
     def buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        """What of the gradients of ``parameters`` travels together."""
+        """Buckets of the gradients of ``parameters``."""
         return list(self._rounds(parameters)) if self.drops_gradients else alike(parameters)
 
     def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
-        """More will be added to gradients that are averages already, and the sums will be averaged.
+        """Set averaged gradients aside, before more is added whose sums will be averaged.
 
-        Only the owners have these, so they must not be counted like what each replica brings.
+        Only the owners have these averages, so they must not be counted like the gradients of each replica.
         """
         for parameter in parameters if self.drops_gradients else ():
             self._averages.pop(parameter, None)
@@ -100,13 +99,13 @@ class ZeroOptimizer:
                 self._averages[parameter], parameter.grad = parameter.grad, None
 
     def put_averages_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Under the averages of what was added since."""
+        """Add the averages set aside to those of the gradients that came since."""
         for parameter in parameters if self._averages else ():
             if (before := self._averages.pop(parameter, None)) is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def begin_update(self, optimizer: Optimizer) -> None:
-        """Gradients are final, and ``optimizer`` will look at them: let it see those that this rank applies."""
+        """Hide final gradients from ``optimizer``, except those that this rank applies."""
         self._updating = optimizer
         for parameter in self._dealt_out(optimizer):
             if parameter.grad is not None and not self.is_mine(parameter):
@@ -114,9 +113,10 @@ class ZeroOptimizer:
                 parameter.grad = None
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """It has stepped: every replica gets the new values, by and by. Collective over the replicas.
+        """Broadcast the updated parameters to all replicas asynchronously. Collective over the replicas.
 
-        Where nobody has called :meth:`begin_update` every replica has updated all of them, if it had the gradients.
+        Units wait for theirs when they are next called. Without a call of :meth:`begin_update` every replica that had
+        the gradients has updated all parameters itself.
         """
         if self._updating is not optimizer and not self.drops_gradients:
             return
@@ -130,7 +130,7 @@ class ZeroOptimizer:
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
-        """In here ``optimizer`` may change weights for which it has a state. Collective over the replicas."""
+        """Context in which ``optimizer`` may change weights for which it has state. Collective over the replicas."""
         self.arrivals.wait()
         members = self._dealt_out(optimizer, also_frozen=True)
         versions = [each._version for each in members]
@@ -138,7 +138,7 @@ class ZeroOptimizer:
         if not members:
             return
         changed = any(each._version != version for each, version in zip(members, versions, strict=True))
-        # Most calls change nothing: who is told to train in each step does so already.
+        # Most calls change nothing: `train()` in each step finds the optimizer in that mode already.
         is_new = torch.tensor(float(changed), device=members[0].device)
         group = self._mesh.dp_group
         collectives.reduce_numbers(is_new, dist.ReduceOp.MAX, group=group, doing="whether weights have changed").wait()
@@ -167,7 +167,7 @@ class ZeroOptimizer:
         return self.owner(parameter, self._mesh.stage)
 
     def _dealt_out(self, optimizer: Optimizer, *, also_frozen: bool = False) -> list[nn.Parameter]:
-        """The parameters that one replica updates and the others wait for, in the order in which they are used."""
+        """Parameters that one replica updates and the others wait for, in the order of their use."""
         if not self.is_on:
             return []
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -175,7 +175,7 @@ class ZeroOptimizer:
         return [parameter for parameter in local if parameter in given and (also_frozen or parameter.requires_grad)]
 
     def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[list[nn.Parameter]]]:
-        """Parameters that travel together, of one dtype: for each replica those that it owns."""
+        """Buckets, each of one dtype: for each replica the parameters that it owns."""
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             owned: list[list[nn.Parameter]] = [[] for _ in range(self._mesh.dp)]
             for parameter in parameters:

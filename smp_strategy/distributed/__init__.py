@@ -1,1 +1,16 @@
-"""Ranks: mesh, process groups, collectives, devices, rendezvous, and failures that all ranks are told."""
+"""Distributed runtime: process mesh, watched collectives, messages, and what happens when a rank fails.
+
+Reading order:
+
+* ``mesh_shape``, ``mesh``, ``topology``: rank to coordinates (pure), process groups, ranks per node.
+* ``work``, ``message_tags``: the handle of everything under way, and all ranges of message tags.
+* ``background_wait``: threads that wait for work.
+* ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.
+* ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
+* ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
+* ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
+* ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
+* ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
+* ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.
+* ``balance``, ``buckets``: greedy balancing (LPT); many small tensors in few messages.
+"""

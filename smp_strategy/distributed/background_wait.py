@@ -1,107 +1,42 @@
-"""Waiting for messages in the background.
+"""Background waits: threads that wait for messages.
 
-gloo can wait for a message but cannot give up a wait, nor do anything when the message comes. So a thread waits, and
-whoever needs the message can give up after a while and look around. What is there already needs no thread, which would
-take a core away from those who compute.
+gloo can wait for a message but cannot give up a wait, nor call back when the message comes. So a thread waits, and the
+code that needs the message can check other things meanwhile. Messages that are already there need no thread, which
+would take a core away from computation.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, final
+from typing import final
 
-__all__ = ["Arrival", "BackgroundWaits"]
+from smp_strategy.distributed.work import Work
 
-# How long a thread gets to end. It takes no time, unless it stands in a wait that was given up.
+__all__ = ["BackgroundWaits"]
+
+# Time that threads get to end. They need none, unless they are in a wait that was given up.
 FAREWELL_SECONDS = 0.5
 
-T = TypeVar("T")
-
-
-@final
-class Arrival(Generic[T]):
-    """Something that is waited for in the background.
-
-    Args:
-        wait: blocks until it is there, and returns it.
-        listeners: who waits.
-    """
-
-    def __init__(self, wait: Callable[[], T], listeners: "BackgroundWaits") -> None:
-        self._listeners = listeners
-        self._wait: Callable[[], T] | None = wait
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        # Held until it is there. A bare lock, because every message passes through one.
-        self._pending = threading.Lock()
-        self._pending.acquire()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is there, or will never be."""
-        return not self._pending.locked()
-
-    def within(self, seconds: float) -> bool:
-        """Wait for it no longer than that; whether it is over."""
-        began = time.perf_counter()
-        is_over = self._pending.acquire(timeout=seconds)
-        if is_over:
-            self._pending.release()
-        self._listeners.seconds_waited += time.perf_counter() - began
-        return is_over
-
-    def get(self) -> T:
-        """Block until it is there, and return it."""
-        self.within(threading.TIMEOUT_MAX)
-        return self.value
-
-    @property
-    def value(self) -> T:
-        """What has come; raises the error that the wait has ended with, if any."""
-        assert self.is_over
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]  # `None` may be what is waited for
-
-    def listen(self) -> None:
-        """Called in the background: wait."""
-        assert self._wait is not None
-        try:
-            self._value = self._wait()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._wait = None  # it holds the message, which whoever asked for it holds too, as long as it is needed
-            self._pending.release()
-
-
-_Mailbox = SimpleQueue[Arrival[Any] | None]
+_Mailbox = SimpleQueue[Callable[[], None] | None]
 
 
 @final
 class BackgroundWaits:
-    """Threads that wait, as many as there are arrivals under way.
-
-    Attributes:
-        seconds_waited: how long arrivals were waited for by those who needed them.
-    """
+    """Pool of threads that wait for :class:`Work`, as many as are under way."""
 
     def __init__(self) -> None:
-        self.seconds_waited = 0.0
         self._threads: list[threading.Thread] = []
         self._mailboxes: list[_Mailbox] = []
         self._idle: list[_Mailbox] = []
 
-    def expect(self, wait: Callable[[], T]) -> Arrival[T]:
-        """Begin to wait."""
-        arrival = Arrival(wait, self)
+    def expect(self, work: Work[object]) -> None:
+        """Begin to wait for ``work``."""
         mailbox = self._idle.pop() if self._idle else self._new_thread()
-        mailbox.put(arrival)
-        return arrival
+        mailbox.put(work.hand_over())
 
     def close(self) -> None:
-        """End the threads, but those that stand in a wait that was given up."""
+        """End the threads, except those in a wait that was given up."""
         for mailbox in self._mailboxes:
             mailbox.put(None)
         # A thread that still runs when the interpreter ends can take the process with it.
@@ -114,7 +49,7 @@ class BackgroundWaits:
 
     def _new_thread(self) -> "_Mailbox":
         mailbox: _Mailbox = SimpleQueue()
-        # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
+        # A thread in a wait that was given up must not keep the process from ending.
         thread = threading.Thread(target=self._listen, args=(mailbox,), name="messages", daemon=True)
         thread.start()
         self._mailboxes.append(mailbox)
@@ -122,7 +57,7 @@ class BackgroundWaits:
         return mailbox
 
     def _listen(self, mailbox: "_Mailbox") -> None:
-        while (arrival := mailbox.get()) is not None:
-            arrival.listen()
-            del arrival  # and with it the message, which would live until the next one comes
+        while (finish := mailbox.get()) is not None:
+            finish()
+            del finish  # and with it the message, which would live until the next one comes
             self._idle.append(mailbox)

@@ -1,4 +1,4 @@
-"""Things of different sizes are dealt out so that nobody gets much more than the others."""
+"""Load balancing: items of different sizes are dealt out so that the largest share is small (greedy, LPT)."""
 
 import heapq
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
     The largest share is at most 4/3 of the smallest possible one (Graham 1969).
 
     Args:
-        sizes: of the items.
-        num_shares: how many shares there are.
+        sizes: Sizes of the items.
+        num_shares: Number of shares.
 
     Returns:
         The share of each item.
@@ -28,18 +28,18 @@ def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
 
 
 def balanced_among(sizes: Sequence[int], choices: Sequence[Sequence[int]], num_shares: int) -> list[int]:
-    """Deal out items of which not every share can have each, so that the shares are about equally large.
+    """Deal out items that only some shares can have, so that the shares are about equally large.
 
     Args:
-        sizes: of the items.
-        choices: the shares that can have each item; at least one.
-        num_shares: how many shares there are.
+        sizes: Sizes of the items.
+        choices: Shares that can have each item; at least one.
+        num_shares: Number of shares.
 
     Returns:
         The share of each item.
     """
     shares, totals = [0] * len(sizes), [0] * num_shares
-    # What has no choice comes first: the others fill up beside it.
+    # Items without a choice come first: the others fill up beside them.
     for item in sorted(range(len(sizes)), key=lambda item: (len(choices[item]) > 1, -sizes[item], item)):
         shares[item] = min(choices[item], key=lambda share: (totals[share], share))
         totals[shares[item]] += sizes[item]

@@ -1,4 +1,4 @@
-"""Many small tensors travel as a few large messages.
+"""Buckets: many small tensors travel as a few large messages.
 
 A message per tensor would pay the start-up cost of a collective each time; one message for all would take their memory
 once more.
@@ -25,7 +25,7 @@ class SizedTensor(Protocol):
 
 
 def buckets(tensors: Iterable[SizedTensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Runs of ``tensors`` of one dtype, by their numbers, each of at most ``most_bytes`` or of one tensor."""
+    """Indices of consecutive ``tensors`` of one dtype, in runs of at most ``most_bytes`` or a single tensor."""
     bucket: list[int] = []
     size = 0
     dtype: torch.dtype | None = None

@@ -1,10 +1,10 @@
-"""What a process that fails prints: one failure once, the cause first, in few lines.
+"""Crash report: a failing run prints one failure once, the cause first, in few lines.
 
-A traceback of a step in Lightning is a hundred lines of which the user has written five, and every rank prints one: its
-own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
+A traceback of a step in Lightning has a hundred lines of which the user has written five, and every rank prints one:
+its own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
 (:func:`shorten`), also those in the message of an error of a data loader's process, and only the rank that failed first
-prints one (:func:`keep_short`). Another says what it knows in a line. ``SMP_FULL_TRACEBACK=1`` leaves everything as it
-is.
+prints one (:func:`keep_short`). The others print a line. ``SMP_FULL_TRACEBACK=1`` changes nothing in tracebacks and
+prints all of them.
 """
 
 import os
@@ -22,19 +22,19 @@ from smp_strategy.errors import PeerFailedError
 
 __all__ = ["chosen", "keep_short", "shorten"]
 
-# Frames that are shown at most: the outermost ones, and those near the error.
+# Most frames shown: the outermost ones, and those near the error.
 _NUM_FIRST, _NUM_LAST = 2, 6
 _NOTE: Final = "(Frames of libraries are left out; SMP_FULL_TRACEBACK=1 shows all.)"
-# Of one machine: the lines of very many ranks would bury the first.
+# Ranks of one machine that print a line: those of very many ranks would bury the first.
 _NUM_SPEAKERS: Final = 8
-# How torch passes on an error of a data loader's process: as text, with a traceback in it.
+# torch passes on an error of a data loader's process as text, with a traceback in it.
 _PASSED_ON: Final = "Original Traceback (most recent call last):"
 _LIBRARY_FRAME: Final = re.compile(r'^  File "[^"\n]*/(?:site|dist)-packages/[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
 _OF_RANK: Final = re.compile(r"rank (\d+) failed first: ")
 
 
 def shorten(error: BaseException) -> None:
-    """Leave out of the tracebacks of ``error``, and of the errors behind it, what tells the user nothing."""
+    """Cut the tracebacks of ``error``, and of the errors behind it, to frames that help the user."""
     if _shows_everything():
         return
     is_cut = False
@@ -50,10 +50,10 @@ def shorten(error: BaseException) -> None:
 
 
 def chosen(are_library: Sequence[bool]) -> list[int]:
-    """Which frames of a traceback are shown.
+    """Indices of the frames of a traceback that are shown.
 
     Args:
-        are_library: of each frame, the outermost first, whether it is a library's.
+        are_library: Whether each frame, the outermost first, is a library's.
     """
     innermost = len(are_library) - 1
     kept = [number for number, is_librarys in enumerate(are_library) if not is_librarys or number == innermost]
@@ -61,9 +61,9 @@ def chosen(are_library: Sequence[bool]) -> list[int]:
 
 
 def keep_short() -> None:
-    """From now on this process, if it ends with an error, tells other ranks why, and prints what they have not told.
+    """Install an exception hook: an error that ends this process is told to the other ranks, and printed in short.
 
-    Hydra would print the errors of its jobs itself, all of each; it is told to leave them alone.
+    Hydra would print the errors of its jobs itself, in full; it is told not to.
     """
     if "hydra" in sys.modules:
         os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -84,7 +84,7 @@ def keep_short() -> None:
 
 
 def _in_a_line(error: BaseException) -> PeerFailedError:
-    """The same without a traceback; the first line of what another rank says itself, or of an error that came later."""
+    """``error`` without a traceback; only the first line if another rank prints it, or if it came later."""
     if isinstance(error, PeerFailedError):
         text = str(error)
         first, is_longer, _ = text.partition("\n")
@@ -104,7 +104,7 @@ def _shows_everything() -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and those that are printed before it."""
+    """``error`` and the errors that are printed before it."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -1,21 +1,21 @@
-"""Ranks that wait for each other for ever are told so, instead of waiting for ever.
+"""Deadlock detection: ranks that wait for each other for ever get an error instead.
 
-All ranks must make the same calls. One that reads a value which the others do not read, saves alone, or stops alone
-waits for others that wait for it elsewhere. Torch would end that after half an hour, without a word of the reason.
+All ranks must make the same calls. A rank that reads a value which the others do not read, saves alone, or stops alone
+waits for others that wait for it elsewhere. Torch would end that after half an hour, without naming the reason.
 
-So whoever waits for another rank says here for what. That costs two assignments. A thread of each process looks once a
-second whether the same wait still goes on. If it has for some seconds, the rank tells its position
+So every wait for another rank is registered here with its condition, which costs two assignments. A thread of each
+process checks once a second whether the same wait still lasts. After some seconds the rank publishes its position
 (:mod:`smp_strategy.distributed.wait_positions`) in the store of the default process group, reads those of the others,
-and judges. Ranks tell their position again and again, and only those count that have told the same twice: so at the
-time in between all were there at once. A wait that cannot end is broken off: a receive that times out breaks all
+and decides. Positions are published again and again, and only those count that were equal twice: so at the time in
+between all ranks were there at once. A wait that cannot end is broken off: a receive that times out breaks all
 connections of its group, which is gloo's only way to give up a wait.
 
-A rank that does not wait tells four times a minute that it lives. One that is waited for and has been silent for a
-minute is stopped (a signal, a frozen machine), and an error names it. One that lives and computes is waited for as
-long as the process groups' timeout says; a line in the log tells where it is.
+A rank that does not wait gives a sign of life four times a minute. A rank that is waited for and has been silent for a
+minute is stopped (a signal, a frozen machine), and an error names it. One that lives and computes is waited for as long
+as the process groups' timeout says; a line in the log tells where it is.
 
-The store may live in a process that is stopped. So calls of it are made by a thread of their own
-(:class:`smp_strategy.distributed.failure.StoreCall`), and one that does not return is the sign of that.
+The store may live in a process that is stopped. So it is called by a thread
+(:class:`smp_strategy.distributed.failure.StoreCall`), and a call that does not return is the sign of that.
 """
 
 import logging
@@ -36,32 +36,32 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import StoreCall, first_failure, publish, raise_lost
+from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
+from smp_strategy.distributed.work import Work
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
 __all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
 
 PATIENCE_SECONDS: Final = 5.0
-"""How long a rank waits before it looks around."""
+"""Age of a wait at which a rank publishes its position."""
 PAUSE_SECONDS: Final = 1.0
-"""Between two looks."""
+"""Interval of the checks."""
 LIFE_SECONDS: Final = 15.0
-"""Between two signs of life of a rank that does not wait."""
+"""Interval of the signs of life of a rank that does not wait."""
 SILENCE_SECONDS: Final = 60.0
-"""How long a rank that is waited for may give none; at most the timeout."""
+"""Silence after which a rank that is waited for counts as stopped; at most the timeout."""
 FAREWELL_SECONDS: Final = 0.5
 _KEY: Final = "smp_strategy/position"
 _OURS: Final = (
     *("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "weakref"),
     *("accelerate", "lightning", "pytorch_lightning", "transformers"),
 )
-# How many collectives of a group a rank can be ahead of another.
+# Most collectives of a group that a rank can be ahead of another.
 _MOST_LATEST: Final = 32
-# No message has this tag: a receive with it never ends.
-_NO_TAG: Final = (1 << 31) - 1
 _LOG: Final = logging.getLogger("smp_strategy")
-# The default process group is the process's own, and so is what watches it.
+# One watch per default process group, which is the process's own.
 _WATCHES: "Final[WeakKeyDictionary[dist.ProcessGroup, Watch]]" = WeakKeyDictionary()
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ Needs = list[list[Condition]]
 
 
 class MessageSender(Protocol):
-    """Whoever sends messages."""
+    """Sender of messages."""
 
     @property
     def sent(self) -> Collection[tuple[str, int]]:
@@ -86,13 +86,17 @@ class BegunCollective(NamedTuple):
 
     @property
     def needs(self) -> Needs:
-        """What others must do so that it ends."""
+        """Conditions at other ranks so that it ends."""
         return [[Condition(rank, self.channel, self.number) for rank in dist.get_process_group_ranks(self.group)]]
+
+    def work(self, finish: Callable[[], T], is_done: Callable[[], bool] | None = None) -> Work[T]:
+        """Handle of the collective, whose waits are watched; arguments as for :class:`Work`."""
+        return Work(lambda: watch_of().until(self, finish), is_done)
 
 
 @final
 class _Wait:
-    """One wait of this rank."""
+    """A wait of this rank."""
 
     def __init__(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> None:
         self.needs = needs
@@ -103,7 +107,7 @@ class _Wait:
 
 @final
 class _Begun:
-    """Collectives of a channel."""
+    """Collectives that this rank has begun in a channel."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -112,7 +116,7 @@ class _Begun:
 
 @final
 class Watch:
-    """The one of this process. Get it by :func:`watch_of`."""
+    """Deadlock watch of this process. Get it by :func:`watch_of`."""
 
     def __init__(self) -> None:
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -121,7 +125,7 @@ class Watch:
         self._wait: _Wait | None = None
         self._apart: set[int] = set()
         self._begun: dict[str, _Begun] = {}
-        # The thread's: what it has seen, and since when.
+        # State of the thread: the wait that it has observed, and since when.
         self._observed: ref[_Wait] | None = None  # not the wait itself, which keeps its group alive
         self._since = self._published = time.monotonic()
         self._turn = self._tick = 0
@@ -137,17 +141,17 @@ class Watch:
         call_at_exit(self.close)
 
     def begin(self, group: dist.ProcessGroup, doing: str) -> BegunCollective:
-        """A collective of ``group`` is begun; to be called by all its ranks in the same order.
+        """Register a collective of ``group`` that begins now; all its ranks call this in the same order.
 
         Args:
-            group: whose it is.
-            doing: what for, in words that go on from "waits for"; the same on all ranks.
+            group: Ranks of the collective.
+            doing: Purpose, in words that continue "waits for"; the same on all ranks.
         """
         channel = group.group_name
         return BegunCollective(group, channel, self.count(channel, doing), doing)
 
     def count(self, channel: str, doing: str) -> int:
-        """The number of what is begun now in ``channel``, from 1 on."""
+        """Number of the collective that is begun now in ``channel``, from 1 on."""
         begun = self._begun.get(channel)
         if begun is None:
             begun = self._begun[channel] = _Begun()
@@ -159,8 +163,8 @@ class Watch:
         """Call ``finish``, which blocks until the collective is over.
 
         Raises:
-            ApartError: it never will be.
-            PeerFailedError: another rank has failed, or is stopped.
+            ApartError: It never will be.
+            PeerFailedError: Another rank has failed, or is stopped.
         """
         if self._apart and threading.get_ident() in self._apart:
             return finish()
@@ -174,12 +178,12 @@ class Watch:
 
     @contextmanager
     def waiting(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
-        """In here this rank waits for one of some messages; see :meth:`until` for what is raised.
+        """Context of a wait for one of several alternatives; raises as :meth:`until`.
 
         Args:
-            needs: one list with one condition for each of them.
-            group: which they come through.
-            doing: what they are.
+            needs: Returns the alternatives: lists of conditions, of which one list has to be met.
+            group: Group of the messages.
+            doing: Purpose, in words that continue "waits for".
         """
         before, self._wait = self._wait, _Wait(needs, group, doing)
         try:
@@ -191,7 +195,7 @@ class Watch:
 
     @contextmanager
     def calling(self, meeting: BegunCollective) -> Iterator[None]:
-        """In here the user calls a collective, which may wait, and whose errors are the user's.
+        """Context of a collective that the user calls, which may wait, and whose errors are the user's.
 
         Raises:
             ApartError: it will never be over.
@@ -208,7 +212,7 @@ class Watch:
             self._wait = before
 
     def poll(self) -> None:
-        """Called again and again by whoever waits by looking again and again, inside of :meth:`waiting`."""
+        """Raise if the wait cannot end; for waits that poll, to be called in each turn inside of :meth:`waiting`."""
         if self._wait is not None and self._wait.verdict is not None:
             raise self._wait.verdict
 
@@ -222,7 +226,7 @@ class Watch:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In here this thread works beside the one that trains, and its waits say nothing of that."""
+        """Context of a thread beside the one that trains: its waits are not registered."""
         ident = threading.get_ident()
         self._apart.add(ident)
         try:
@@ -231,16 +235,16 @@ class Watch:
             self._apart.discard(ident)
 
     def close(self) -> None:
-        """End the thread. In the middle of breaking off a wait it would abort a process that ends without it."""
+        """End the thread. While it breaks off a wait, it would abort a process that ends without joining it."""
         self._stop.set()
         self._thread.join(PATIENCE_SECONDS)
         if self._call is not None:
             self._call.within(FAREWELL_SECONDS)
 
-    # What the thread does
+    # In the thread
 
     def look(self) -> None:
-        """Once in a while."""
+        """Check the current wait; called once per :data:`PAUSE_SECONDS`."""
         now, wait = time.monotonic(), self._wait
         if wait is not (self._observed and self._observed()):
             self._observed, self._since, self._before, self._signs = wait and ref(wait), now, {}, {}
@@ -257,7 +261,7 @@ class Watch:
                 self._break_off(wait, PeerFailedError(_silent_store(wait.doing, self._silence)))
             return
         call, self._call = self._call, None
-        with suppress(RuntimeError):  # whose store is gone learns that by its connections
+        with suppress(RuntimeError):  # a rank whose store is gone notices by its connections
             found = call.get()
             if wait is not None and is_long:
                 self._judge(wait, found, now, waited)
@@ -275,7 +279,7 @@ class Watch:
         turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
         mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
         if wait is not self._wait and wait is not None:
-            return  # it has gone on meanwhile
+            return  # that wait is over meanwhile
         store, rank, size = dist.distributed_c10d._get_default_store(), self.rank, self._world_size
         self._call = StoreCall(lambda: _exchange(store, rank, size if wait is not None else 0, mine))
 
@@ -320,12 +324,12 @@ class Watch:
             store, rank = dist.distributed_c10d._get_default_store(), self.rank
             StoreCall(lambda: publish(store, rank, f"{type(verdict).__name__}: {verdict}")).within(PAUSE_SECONDS)
         peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]
-        with suppress(RuntimeError):  # which is what it is for
-            wait.group.recv([torch.empty(1, device="cpu")], peers[0], _NO_TAG).wait(timedelta(milliseconds=1))
+        with suppress(RuntimeError):  # the timeout that breaks the connections
+            wait.group.recv([torch.empty(1, device="cpu")], peers[0], NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def watch_of() -> Watch:
-    """The watch of this process, which lives as long as the default process group."""
+    """Watch of this process, which lives as long as the default process group."""
     world = dist.group.WORLD
     assert world is not None
     watch = _WATCHES.get(world)
@@ -335,12 +339,12 @@ def watch_of() -> Watch:
 
 
 def beside() -> AbstractContextManager[None]:
-    """In here this thread works beside the one that trains, if there are other ranks: see :meth:`Watch.apart`."""
+    """Context of a thread beside the one that trains, if there are other ranks: see :meth:`Watch.apart`."""
     return watch_of().apart() if dist.is_initialized() else nullcontext()
 
 
 def user_code() -> str:
-    """The innermost lines of the user's code in each thread that runs some."""
+    """Innermost line of the user's code in each thread that runs some."""
     lines = []
     for frame in sys._current_frames().values():
         here: Any = frame
@@ -353,7 +357,7 @@ def user_code() -> str:
 
 
 def _look_on(watch: "ref[Watch]", stop: threading.Event) -> None:
-    """What the thread does; it keeps nothing alive."""
+    """Loop of the thread, which keeps the watch alive only during a check."""
     while not stop.wait(PAUSE_SECONDS):
         alive = watch()
         if alive is None or not dist.is_initialized():
@@ -363,7 +367,7 @@ def _look_on(watch: "ref[Watch]", stop: threading.Event) -> None:
 
 
 def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[int, Position] | SMPError:
-    """Tell this rank's position, and read those of ``size`` ranks."""
+    """Publish this rank's position, and read those of ``size`` ranks."""
     store.set(f"{_KEY}/{rank}", mine.encode())
     if size and (culprit := first_failure(store)):
         return PeerFailedError(f"{culprit}\nrank {rank} waited for {mine.doing}.")
@@ -372,7 +376,7 @@ def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[i
 
 
 def _may_be_stopped(position: Position | None, machine: str) -> bool:
-    """Whether a rank that gives no sign of life is stopped, and not in one long call that keeps Python's lock."""
+    """Whether a silent rank may be stopped, and is not in one long call that holds Python's GIL."""
     if position is None or position.process[0] != machine:
         return True
     try:

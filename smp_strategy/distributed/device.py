@@ -1,8 +1,8 @@
-"""What differs between a processor and an accelerator, in one place.
+"""Device abstraction: the differences between a processor and an accelerator, in one place.
 
-An accelerator works through what the host has queued on its current stream, which is a thread's own, like the current
-device; it has generators of its own; and the numbers of devices mean something in one process only. torch has these
-under one name for all kinds of accelerators, so nothing here asks which kind it is.
+An accelerator works through the operations that the host has queued on its current stream, which is a thread's own,
+like the current device; it has generators of its own; and the numbers of devices mean something in a single process
+only. torch has these under one name for all kinds of accelerators, so nothing here depends on the kind.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -31,24 +31,24 @@ def chosen(device: torch.device | None) -> torch.device:
 
 
 def local(device: torch.device) -> torch.device:
-    """What another rank calls ``device``, as it is called here: its accelerator is the current one of this rank."""
+    """Translate a ``device`` of another rank: its accelerator is the current one of this rank."""
     if device.index is None or is_host(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Where this thread queues work for ``device``; ``None`` where work is not queued."""
+    """Stream on which this thread queues work for ``device``; ``None``: work is not queued."""
     return None if is_host(device) else torch.accelerator.current_stream(device)
 
 
 def entered(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """In here work is queued on ``stream``, and its device is the current one."""
+    """Context in which work is queued on ``stream``, and its device is the current one."""
     return nullcontext() if stream is None else stream
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What random numbers on ``device`` are drawn from."""
+    """Default random generator of ``device``."""
     if is_host(device):
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -57,6 +57,6 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Until everything that is queued for ``device`` is done."""
+    """Wait until everything that is queued for ``device`` is done."""
     if not is_host(device):
         torch.accelerator.synchronize(device)

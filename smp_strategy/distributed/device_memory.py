@@ -1,9 +1,9 @@
-"""How many bytes may a rank fill, where the user does not say?
+"""Device memory limit of a rank, if the user gives none.
 
-All of its accelerator, unless other ranks compute on the same one: they share its memory evenly. A process numbers the
-accelerators that it sees, so numbers tell nobody who shares; accelerators have an identity of their own, and where one
-has none it is the number on that machine. The ranks tell each other, and a stage has what the poorest of its ranks has,
-so that all of them decide alike.
+A rank may use all memory of its accelerator, unless other ranks compute on the same one: they share it evenly. A
+process numbers the accelerators that it sees, so numbers do not tell who shares. Accelerators have an identity (UUID);
+for one without, the host name and its number are used. The ranks exchange these, and the limit of a stage is the lowest
+of its ranks, so that all of them decide alike.
 """
 
 import socket
@@ -20,15 +20,15 @@ __all__ = ["DeviceMemory", "device_memory", "memory_of_stages", "shared"]
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of an accelerator."""
+    """Memory of an accelerator."""
 
     identity: str
-    """The same for all who compute on it, and for nobody else."""
+    """Identity: equal for all ranks that compute on this accelerator, and for no others."""
     nbytes: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """What ``device`` has; ``None`` for CPUs, whose memory ranks share and may exceed."""
+    """Memory of ``device``; ``None`` for CPUs, whose memory ranks share and may exceed."""
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
@@ -41,14 +41,14 @@ def memory_of_stages(device: torch.device, shape: MeshShape) -> tuple[int | None
     """Bytes that a rank of each stage may fill. Collective over all ranks.
 
     Args:
-        device: where this rank computes.
-        shape: which rank is which stage.
+        device: Device of this rank.
+        shape: Places of the ranks in the mesh.
     """
     return shared(collectives.gather_objects(device_memory(device), "the memory of all devices"), shape)
 
 
 def shared(memories: Sequence[DeviceMemory | None], shape: MeshShape) -> tuple[int | None, ...]:
-    """Bytes that a rank of each stage may fill, where ranks compute on accelerators with these ``memories``."""
+    """Bytes that a rank of each stage may fill if the ranks have accelerators with these ``memories``."""
     num_sharing = Counter(memory.identity for memory in memories if memory is not None)
     least: list[int | None] = [None] * shape.pp
     for rank, memory in enumerate(memories):

@@ -1,17 +1,15 @@
-"""Show the first failure, on every rank.
+"""First-failure report: every rank shows the error of the rank that failed first.
 
 When one rank fails, the others fail a moment later with "connection closed by peer", and those secondary errors are
-what people read first. So the rank that fails leaves what it has to say in the store through which the ranks met,
-before its connections close, and whoever has started a rank that was killed does it in its place. A rank whose
-connection breaks looks there and says what really happened.
+what people read first. So the rank that fails writes its error to the store of the process group before its connections
+close; for a rank that was killed, the process that started it does. A rank whose connection breaks reads that error and
+raises it.
 
-Where the process is gone that serves the store, any call of that store prints a screen of C++ frames. So a connection
-of our own, which prints nothing, tells first whether it is there.
+If the process that serves the store is gone, any call of the store prints a screen of C++ frames. So a connection of
+our own, which prints nothing, checks first whether it is there. The store may also live in a rank that is stopped, and
+a call of it would never return. So it is called by a thread, which is given up after some seconds (:class:`StoreCall`).
 
-The store may also live in a rank that is stopped, and a call of it would never return. So it is called by a thread of
-its own, which is given up after some seconds (:class:`StoreCall`).
-
-The functions that take a ``store`` do nothing but that; :func:`blame` decides whose fault an exception is.
+Functions with an argument ``store`` only access it; :func:`blame` decides which rank is to blame for an exception.
 """
 
 import os
@@ -30,16 +28,16 @@ from smp_strategy.errors import PeerFailedError, SMPError
 __all__ = ["StoreCall", "blame", "first_failure", "forget", "is_library", "publish", "publish_own", "raise_lost"]
 
 _FIRST = "smp_strategy/first_failure"
-# A rank that fails publishes before its sockets close; this covers the time in which both are under way.
+# A rank that fails publishes before its sockets close; this covers the delay between the two.
 _PATIENCE_SECONDS = 2.0
-# For the process that serves the store to take a connection.
+# Timeout for a connection to the process that serves the store.
 _CONNECT_SECONDS: Final = 1.0
-# How long a store may take to answer.
+# Timeout for an answer of the store.
 _ANSWER_SECONDS: Final = 5.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "pair closure", "recvbytes", "sendbytes")
-# A message may be long: that of an error in a process of a data loader has a traceback of its own.
+# Most lines of a message: that of an error in a process of a data loader contains a traceback.
 _NUM_LINES: Final = 3
-# Whose frames tell a user little.
+# Libraries whose frames tell a user little.
 _LIBRARIES: Final = frozenset(
     ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
 ) | {"contextlib", "runpy", "threading", "concurrent"}
@@ -50,10 +48,10 @@ T = TypeVar("T")
 
 @final
 class StoreCall(Generic[T]):
-    """A call of a store that may never return; it is made at once.
+    """Call of a store that may never return, started at once in a thread.
 
     Args:
-        call: what is called, in a thread of its own.
+        call: Function to call.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -65,16 +63,16 @@ class StoreCall(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has returned."""
+        """Whether the call has returned."""
         return not self._thread.is_alive()
 
     def within(self, seconds: float) -> bool:
-        """Wait for it no longer than that; whether it is over."""
+        """Wait for at most ``seconds``; whether the call is over."""
         self._thread.join(seconds)
         return self.is_over
 
     def get(self) -> T:
-        """What it has returned, once it is over; raises what it has raised."""
+        """Result of the call, once it is over; raises its error."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]  # `None` may be what is returned
@@ -87,7 +85,7 @@ class StoreCall(Generic[T]):
 
 
 def publish(store: dist.Store, rank: int, text: str) -> bool:
-    """Leave ``text``, of what ``rank`` has failed, for the other ranks, unless a rank has failed before this one.
+    """Publish ``text``, the error of ``rank``, for the other ranks, unless a rank has failed before.
 
     Returns:
         Whether no other rank has failed before, as far as can be known.
@@ -100,10 +98,10 @@ def publish(store: dist.Store, rank: int, text: str) -> bool:
 
 
 def publish_own(error: BaseException) -> bool:
-    """Leave ``error``, of which this rank has failed, for the others.
+    """Publish ``error``, with which this rank has failed.
 
     Returns:
-        Whether it is the first that is known: no other rank has failed before, and it is not told of another.
+        Whether it is the first failure: no other rank has failed before, and it is not about another rank.
     """
     if isinstance(error, PeerFailedError):
         return False
@@ -115,7 +113,7 @@ def publish_own(error: BaseException) -> bool:
 
 
 def first_failure(store: dist.Store) -> str | None:
-    """What the rank that failed first has published, or ``None``. Does not wait."""
+    """Error that the rank that failed first has published, or ``None``. Does not wait."""
     with suppress(Exception):
         if store.check([_FIRST]):
             return store.get(_FIRST).decode()
@@ -123,7 +121,7 @@ def first_failure(store: dist.Store) -> str | None:
 
 
 def forget() -> None:
-    """What has failed before is over; to be called by one rank, while all go on together."""
+    """Remove the published failure; call it on a single rank while all ranks continue together."""
     store = _store_in_reach()
     if store is not None:
         StoreCall(lambda: store.delete_key(_FIRST)).within(_ANSWER_SECONDS)
@@ -133,8 +131,8 @@ def blame(error: Exception) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 
     Returns:
-        ``error`` itself where it arose on this rank; a :class:`PeerFailedError` that says what happened to another rank
-        where it is only the broken connection that this rank noticed.
+        ``error`` itself if it arose on this rank; a :class:`PeerFailedError` with the error of another rank if this
+        rank has only noticed the broken connection.
     """
     if isinstance(error, PeerFailedError) or not dist.is_initialized():
         return error
@@ -146,7 +144,7 @@ def blame(error: Exception) -> Exception:
 
 
 def _search() -> PeerFailedError | None:
-    """The first failure, which may be about to be published."""
+    """Wait a moment for the first failure, which may be about to be published."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (store := _store_in_reach()) is not None:
         if (culprit := first_failure(store)) is not None:
@@ -161,14 +159,14 @@ def _search() -> PeerFailedError | None:
 
 
 def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:
-    """A connection to another rank has failed with ``error``: raise the error of the rank that failed.
+    """Raise the error of the rank that failed, after a connection to another rank has failed with ``error``.
 
-    Called where ``error`` is caught, and no context manager, because every message passes through several such places.
+    A function and no context manager, because every message passes through several such places.
 
     Args:
-        error: what was caught; one of this package's own is raised as it is.
-        ranks: global rank of the other one, or of those of which it may be any.
-        doing: what was done, for messages: "sending a tensor to".
+        error: Error that was caught; one of this package's own is raised as it is.
+        ranks: Global rank of the other rank, or of all ranks that it may be.
+        doing: Activity, for the message: "sending a tensor to".
     """
     if isinstance(error, SMPError):
         raise error
@@ -187,12 +185,12 @@ def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> N
 
 
 def is_library(names: Mapping[str, Any]) -> bool:
-    """Whether code with these globals belongs to a library of which the user has called a function or a class."""
+    """Whether code with the globals ``names`` belongs to a library that user code calls."""
     return str(names.get("__name__", "")).split(".")[0] in _LIBRARIES
 
 
 def _summary(error: BaseException) -> str:
-    """What ``error`` says, or the beginning and the end of that, and where in the user's code it arose."""
+    """Message of ``error`` (first and last line if it is long), and its place in the user's code."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     said = "\n".join(lines) if len(lines) <= _NUM_LINES else f"{lines[0]} ... {lines[-1]}"
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -204,7 +202,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _store_in_reach() -> dist.Store | None:
-    """The store of the ranks; ``None``: there is none any more, or never was."""
+    """Store of the process group; ``None``: there is none, or its server is gone."""
     if not dist.is_initialized():
         return None
     default = inner = dist.distributed_c10d._get_default_store()

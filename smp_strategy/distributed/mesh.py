@@ -1,16 +1,15 @@
-"""This rank's place in the process mesh, and the process groups through it.
+"""Process mesh: this rank's coordinates, and the process groups through it.
 
-:mod:`smp_strategy.distributed.mesh_shape` says which rank stands where. The groups along one axis are those of torch's
+:mod:`smp_strategy.distributed.mesh_shape` maps ranks to places. The groups along one axis are those of torch's
 DeviceMesh, which DTensors can use; a single axis has one of its own, beside the default group, which DeviceMesh would
 take. The others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch names a group that
-only its members make after the number of groups that each of them has, and they wait for ever where those numbers
-differ.
+only its members make after the number of groups that each of them has, and they deadlock if those numbers differ.
 
-An axis with one rank gets a group when somebody asks for it: each group of gloo has a thread that wakes up a hundred
-times per second, on a core that computes.
+An axis with one rank gets a group only on demand: each group of gloo has a thread that wakes up a hundred times per
+second, on a core that computes.
 
-Every group carries tensors of the host as well, whatever the ranks compute on: messages between stages, and what ranks
-tell each other.
+Every group also carries tensors of the host, whatever the ranks compute on: messages between stages, and objects and
+decisions that ranks exchange.
 """
 
 from collections.abc import Sequence
@@ -36,21 +35,21 @@ class ProcessMesh:
     The default process group must exist; construction is collective.
 
     Args:
-        shape: degrees and rank order.
-        device_type: where the ranks compute.
-        timeout: of the groups' collectives; ``None``: the backend's.
+        shape: Degrees and rank order.
+        device_type: Type of the devices that the ranks compute on.
+        timeout: Timeout of the groups' collectives; ``None``: the backend's.
 
     Attributes:
-        shape: degrees and rank order.
-        rank: global rank of this process.
-        pp_rank, dp_rank: coordinates on the pipeline and among all replicas.
+        shape: Degrees and rank order.
+        rank: Global rank of this process.
+        pp_rank, dp_rank: Coordinates on the pipeline and among all replicas.
         replicate_rank, shard_rank: ``dp_rank`` as coordinates on its two axes.
-        stage: the pipeline stage that this rank owns (``pp - 1 - pp_rank``).
-        shard_group: the ranks that hold a parameter together; ``None`` where nothing is sharded.
-        tp_rank: coordinate among the ranks that split layers between them. All groups but ``tp_group`` and
-            ``replica_group`` are of ranks with the same one.
-        tp_group: the ranks that split layers between them; ``None`` where no layers are split.
-        stage_ranks: global rank of each stage of this replica, of the ranks with the same ``tp_rank``.
+        stage: Pipeline stage of this rank (``pp - 1 - pp_rank``).
+        shard_group: Ranks that hold a parameter together; ``None``: nothing is sharded.
+        tp_rank: Coordinate in the tensor-parallel group. All groups except ``tp_group`` and ``replica_group`` are of
+            ranks with the same one.
+        tp_group: Ranks that split layers between them; ``None``: no layers are split.
+        stage_ranks: Global rank of each stage of this replica, for the ranks with the same ``tp_rank``.
     """
 
     def __init__(self, shape: MeshShape, *, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
@@ -77,14 +76,14 @@ class ProcessMesh:
         self.dp_rank = self.replicate_rank * shape.dp_shard + self.shard_rank
         self._along: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in axes}
         if len(axes) == 1 and shape.world_size > 1:
-            # DeviceMesh takes the default group. What ranks tell each other there must never meet what travels here.
+            # DeviceMesh takes the default group, on which ranks also exchange objects: the two must never mix.
             self._along = {axes[0]: self._mine([list(range(shape.world_size))])}
         self.shard_group, self.tp_group = self._along.get("dp_shard"), self._along.get("tp")
         if timeout is not None:
             # DeviceMesh gives its groups the backend's default, not that of the default group.
             for group in self._along.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-        # Not one of the two even if it has the same ranks: what is told here does not queue up behind parameters.
+        # A group of its own even if it has the same ranks: messages here must not queue up behind parameters.
         is_sharded, is_split = self.shard_group is not None, self.tp_group is not None
         self._all_replicas = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else None
         self._all_parts = self._mine(shape.groups("pp", "tp")) if is_split else None
@@ -97,30 +96,30 @@ class ProcessMesh:
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The stages of this replica; a rank in it is ``pp_rank``."""
+        """Stages of this replica; a rank in it is ``pp_rank``."""
         return self._along.get("pp") or self._alone
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks with the same share of the same parameters."""
+        """Ranks with the same shard of the same parameters."""
         return self._along.get("dp_replicate") or self._alone
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """All replicas; a rank in it is ``dp_rank``. ``replicate_group`` where nothing is sharded."""
+        """All replicas; a rank in it is ``dp_rank``. ``replicate_group`` if nothing is sharded."""
         return self._all_replicas or self.replicate_group
 
     @property
     def sum_group(self) -> dist.ProcessGroup:
-        """All replicas, for the sums of gradients.
+        """All replicas, for the sums of gradients only.
 
-        Nothing else travels there: gloo would take a reduction that only some ranks make for one of the sums.
+        gloo would take a reduction that only some ranks make for one of the sums.
         """
         return self._sums or self.dp_group
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
-        """All ranks that read the same samples; ``pp_group`` where no layers are split."""
+        """All ranks that read the same samples; ``pp_group`` if no layers are split."""
         return self._all_parts or self.pp_group
 
     @cached_property
@@ -146,16 +145,16 @@ class ProcessMesh:
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this is the rank of its replica that holds the last stage, the loss and the loggers."""
+        """Whether this rank holds the last stage of its replica, with the loss and the loggers."""
         return self.rank == self.first_of_replica
 
     @property
     def first_of_replica(self) -> int:
-        """Global rank that holds the last stage of this replica, the first of those that split its layers."""
+        """Global rank of the last stage of this replica, the first of those that split its layers."""
         return self.shape.rank_at(self.dp_rank, self.pp - 1)
 
     def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        """The group of some stages of this replica, ``None`` if this rank is not in it; collective over all ranks."""
+        """Group of some stages of this replica, ``None`` if this rank is not in it; collective over all ranks."""
         if len(stages) == self.shape.pp:
             return self.pp_group
         if stages not in self._groups:
@@ -165,9 +164,9 @@ class ProcessMesh:
         return self._groups[stages]
 
     def saving_group(self, use: str = "background") -> dist.ProcessGroup:
-        """All ranks, on the host, for whoever writes files; collective at the first call for a ``use``.
+        """Group of all ranks on the host, for writing files; collective at the first call for a ``use``.
 
-        What writes in the background needs one that nobody else uses.
+        A writer in the background needs a group that nobody else uses.
         """
         if use not in self._saving_groups:
             group = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -176,18 +175,18 @@ class ProcessMesh:
         return self._saving_groups[use]
 
     def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
+        """Make ``groups``; the one that this rank is in, if any. Collective over all ranks."""
         mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         return mine
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The one that this rank is in, of groups that all ranks are in; collective over all ranks."""
+        """Make ``groups`` that cover all ranks; the one that this rank is in. Collective over all ranks."""
         mine = self._made(groups)
         assert mine is not None
         return mine
 
     def close(self) -> None:
-        """Let go of the process groups; the mesh is of no use afterwards."""
+        """Drop the process groups; the mesh cannot be used afterwards."""
         del self.device_mesh, self.shard_group, self.tp_group, self._all_replicas, self._all_parts, self._sums
         self.__dict__.pop("_alone", None)
         self._along.clear()
@@ -195,12 +194,15 @@ class ProcessMesh:
         self._saving_groups.clear()
 
     def draw(self) -> str:
-        """See :meth:`MeshShape.draw`."""
+        """Table of global ranks; see :meth:`MeshShape.draw`."""
         return self.shape.draw()
 
 
 def _refuse_without_host(device_type: str) -> None:
-    """All groups are made like the default one, unless that is bound to a device: then they are split off."""
+    """Refuse a default group whose backend cannot send host tensors: all other groups are made like it.
+
+    If it is bound to a device, they would be split off from it instead.
+    """
     group = dist.distributed_c10d._get_default_group()
     carried = {device.type for device in group._device_types}
     lacking = {"cpu", device_type} - carried

@@ -1,4 +1,4 @@
-"""Which rank stands where: global ranks, axes, nodes and shard groups, as plain numbers.
+"""Mesh shape: the map between global ranks, axes, nodes and shard groups, as plain numbers.
 
 The world is a product of axes, ``pp x dp_replicate x dp_shard x tp``. A placement strategy is a string of three
 letters, D (data), P (pipeline), T (tensor); the right-most letter varies fastest over the global rank, as in
@@ -11,9 +11,9 @@ Stages run against the rank order: **the last stage sits on the lowest rank** of
 loggers and the progress bar are on global rank 0 with real values.
 
 The data axis is two, ``dp_replicate`` outside and ``dp_shard`` (S) inside: neighbours on it are a *shard group*, whose
-ranks hold a part of each parameter and gather the rest from each other. That is most of what is sent, and links
-between nodes are slow. So ``cluster`` moves S inside P (``DPST``) where shard groups touch fewer nodes then: stages
-send each other activations, which are small. T stays innermost, its messages are the largest. ``spread`` has S inside
+ranks hold a part of each parameter and gather the rest from each other. That is most of the traffic, and links between
+nodes are slow. So ``cluster`` moves S inside P (``DPST``) if shard groups touch fewer nodes then: activations, which
+stages send each other, are small. T stays innermost, since its messages are the largest. ``spread`` has S inside
 already, and letters that the user has chosen are kept. A shard group that spans nodes is a grid of nodes and ranks, so
 that it can gather in two hops (:meth:`MeshShape.hops`).
 """
@@ -36,14 +36,14 @@ _NAMED_PLACEMENTS = {"cluster": ("DSPT", "DPST"), "spread": ("TPDS",)}
 def check_degree(
     pp: int, world_size: int, units: Sequence[str] | None = None, *, dp_shard: int = 1, tp: int = 1
 ) -> None:
-    """Refuse degrees that do not fit the ranks or, where they are known, the units of the model.
+    """Refuse degrees that do not fit the ranks or the units of the model, if these are known.
 
     Args:
-        pp: number of stages.
-        world_size: number of ranks.
-        units: names of the units of the model.
-        dp_shard: ranks in a shard group, which must fit as well.
-        tp: ranks over which a layer is split, likewise.
+        pp: Number of stages.
+        world_size: Number of ranks.
+        units: Names of the units of the model.
+        dp_shard: Number of ranks in a shard group.
+        tp: Number of ranks over which a layer is split.
 
     Raises:
         ConfigError: with all reasons.
@@ -86,7 +86,7 @@ def _divisors(number: int) -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """The degrees of the axes, the rank order and the nodes, without any process group."""
+    """Degrees of the axes, rank order and nodes, without any process group."""
 
     pp: int
     """Pipeline stages."""
@@ -138,12 +138,12 @@ class MeshShape:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each axis."""
+        """Degree of each axis."""
         return {"dp_replicate": self.dp // self.dp_shard, "dp_shard": self.dp_shard, "pp": self.pp, "tp": self.tp}
 
     @cached_property
     def order(self) -> str:
-        """The axes as letters (S: ``dp_shard``), slowest first."""
+        """Axes as letters (S: ``dp_shard``), slowest first."""
         orders = _NAMED_PLACEMENTS.get(self.placement)
         if orders is None:
             return self.placement if "S" in self.placement else self.placement.replace("D", "DS")
@@ -151,12 +151,12 @@ class MeshShape:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of the axes, slowest first."""
+        """Names of the axes, slowest first."""
         return tuple(_AXES[letter] for letter in self.order)
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """How far apart neighbours on an axis are as global ranks."""
+        """Distance of neighbours on an axis, in global ranks."""
         strides, stride = {}, 1
         for axis in reversed(self.axes):
             strides[axis] = stride
@@ -168,7 +168,7 @@ class MeshShape:
         return {axis: rank // self._strides[axis] % degree for axis, degree in self.degrees.items()}
 
     def rank_of(self, coordinates: dict[str, int]) -> int:
-        """Global rank at the given coordinates, 0 where none is given; the inverse of :meth:`coordinates`."""
+        """Global rank at the given coordinates (default 0); the inverse of :meth:`coordinates`."""
         return sum(self._strides[axis] * coordinate for axis, coordinate in coordinates.items())
 
     def rank_at(self, replica: int, stage: int, part: int = 0) -> int:
@@ -188,29 +188,29 @@ class MeshShape:
         return [self.group(rank, *axes) for rank in firsts]
 
     def node_of(self, rank: int) -> int:
-        """The node of a global rank: ranks of a node are neighbours."""
+        """Node of a global rank: ranks of a node are neighbours."""
         return rank // (self.node_size or self.world_size)
 
     @cached_property
     def nodes_of_shard_group(self) -> int:
-        """Nodes that the shard group touches that touches most of them."""
+        """Largest number of nodes that a shard group touches."""
         return self._most_nodes("dp_shard")
 
     @cached_property
     def nodes_of_tensor_group(self) -> int:
-        """Nodes that the ranks touch that split layers between them, at most."""
+        """Largest number of nodes that a tensor-parallel group touches."""
         return self._most_nodes("tp")
 
     def _most_nodes(self, axis: str) -> int:
         return max(len({self.node_of(rank) for rank in group}) for group in self.groups(axis))
 
     def hops(self, rank: int) -> tuple[list[int], list[int]]:
-        """How to reach the whole shard group of ``rank`` so that no byte crosses twice to the same node.
+        """Two hops that reach the shard group of ``rank`` so that no byte crosses twice to the same node.
 
         Returns:
             The ranks of the group on the node of ``rank``, and those at the same position on each node. A hop along
-            the second and one along the first reach the group. Where nodes hold different numbers of its ranks there
-            is no such grid: ``rank`` alone, and the whole group.
+            the second and one along the first reach the group. If nodes hold different numbers of its ranks there is
+            no such grid: ``rank`` alone, and the whole group.
         """
         group = self.group(rank, "dp_shard")
         # Ranks along one axis ascend, so those of a node stand together.
@@ -221,7 +221,7 @@ class MeshShape:
         return inner, [ranks[inner.index(rank)] for ranks in nodes]
 
     def draw(self) -> str:
-        """A table of global ranks: one row per replica, one column per stage.
+        """Table of global ranks: one row per replica, one column per stage.
 
         With several nodes a rank is preceded by its node; with sharding there is a gap between shard groups. Ranks
         that split layers between them stand together: ``0+1``.
@@ -252,7 +252,7 @@ class MeshShape:
         return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
 
     def _notes(self) -> list[str]:
-        """What is slower than it need be."""
+        """Notes about groups that span more nodes than necessary."""
         clustered, found = replace(self, placement="cluster"), []
         for what, size, here, least in (
             ("Shard groups", self.dp_shard, self.nodes_of_shard_group, clustered.nodes_of_shard_group),

@@ -1,10 +1,12 @@
-"""Calls that all ranks must make together, and what is said if they do not.
+"""Rendezvous for collective calls such as save and load: ranks that call something else get an error instead of a hang.
 
 Saving collects parts from all ranks. A script that does it on one rank only (``if accelerator.is_main_process:
 accelerator.save_state()``) would leave that rank waiting for the others, which wait for it elsewhere. So before such a
-call all ranks tell each other its name, and one that comes alone is told so (:mod:`smp_strategy.distributed.deadlock`).
+call all ranks tell each other its name, and a rank that comes alone gets an error
+(:mod:`smp_strategy.distributed.deadlock`).
 
-What a rank does by itself meanwhile (write a file, read one) may fail there alone; :func:`alike` lets all fail then.
+An operation that a rank then does by itself (write a file, read one) may fail on that rank alone; :func:`alike` lets
+all ranks fail then.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ def meet(call: str) -> None:
     """Wait until all ranks make this ``call``. Collective.
 
     Args:
-        call: its name, for messages.
+        call: Name of the call, for messages.
 
     Raises:
         ApartError: ranks make different calls, do not come, or wait in a step for this one.
@@ -34,10 +36,10 @@ def meet(call: str) -> None:
 
 @contextmanager
 def alike(doing: str) -> Iterator[None]:
-    """What a rank does in here by itself fails on all ranks if it fails on one. Collective when it is over.
+    """Context of an operation that fails on all ranks if it fails on one. Collective at its end.
 
     Args:
-        doing: what that is, for messages: "saving to x".
+        doing: Name of the operation, for messages: "saving to x".
 
     Raises:
         PeerFailedError: it has failed on another rank.
@@ -53,10 +55,10 @@ def alike(doing: str) -> Iterator[None]:
     try:
         found = collectives.gather_objects(mine, f"the end of {doing}")
     except SMPError:
-        if error is not None:  # it is why this rank is not where the others are
+        if error is not None:  # the reason why this rank is not where the others are
             raise error from None
         raise
-    # Where it arose is told by that rank, which raises it.
+    # The rank on which it arose raises its own error, with its place.
     if error is not None:
         raise error
     failed = {rank: report for rank, report in enumerate(found) if report is not None}

@@ -1,12 +1,12 @@
-"""Ranks that read the same samples: how they agree on random draws, and how is found that they did not.
+"""Random generators of ranks that read the same samples: kept in step, with a check for ranks that have diverged.
 
-Each rank reads its own data and nothing is sent, so the ranks of one replica must agree on every random draw on the
-way to a batch: the order of samples, seeds of workers, augmentation in the dataset. Nobody may have seeded anything,
-and some code runs on one rank only. So ranks take over the generators of the first of them; when that happens is the
-business of the doors, which know what else draws.
+Each rank reads its own data and nothing is sent, so the ranks of a replica must agree on every random draw on the way
+to a batch: the order of samples, seeds of workers, augmentation in the dataset. Nobody may have seeded anything, and
+some code runs on one rank only. So ranks take over the generators of the first of them; the integrations decide when,
+since they know what else draws.
 
-What cannot be steered (an iterable dataset that splits its samples by rank, a dataset with generators of its own) is
-found by comparing a checksum of the first batches.
+Differences that cannot be controlled (an iterable dataset that splits its samples by rank, a dataset with generators of
+its own) are detected by comparing a checksum of the first batches.
 """
 
 import zlib
@@ -29,50 +29,50 @@ _CHECKED_BATCHES = 2
 
 
 class BatchSource(NamedTuple):
-    """What a data loader knows of a batch."""
+    """Composition of a batch, as its data loader knows it."""
 
     number: int
-    """How many samples it was put together of."""
+    """Number of samples in it."""
     lists: frozenset[tuple[Any, ...]] = frozenset()
-    """Paths of lists in it whose entries are tensors of these samples, one of each."""
+    """Paths of lists in it with one tensor per sample."""
     others: tuple[int, ...] = ()
-    """Other numbers, of samples that other loaders have put into it."""
+    """Numbers of samples that other loaders have put into it."""
 
 
 class LoaderState(Protocol):
-    """What a pass over a data loader goes by."""
+    """Random state and checks of a pass over a data loader."""
 
     def begin(self, *generators: torch.Generator) -> None:
-        """A pass begins, of a loader that has these generators of its own. Collective."""
+        """Begin a pass of a loader that has these ``generators`` of its own. Collective."""
 
     def go_on(self) -> None:
-        """A pass goes on that an earlier run has begun."""
+        """Resume a pass that an earlier run has begun."""
 
     def state(self) -> RngState:
-        """Where the next draw on the way to a batch starts."""
+        """State from which the next draw on the way to a batch starts."""
 
     def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
-        """In here random numbers are drawn from ``state`` on; nothing of that is left afterwards."""
+        """Context that draws from ``state`` on; the generators are restored afterwards."""
 
     def draws(self) -> AbstractContextManager[None]:
-        """Around whatever draws random numbers on the way to a batch."""
+        """Context of code that draws random numbers on the way to a batch."""
 
     def compare(self, what: Any) -> None:
         """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
 
     def arrived(self, batch: Any, read: BatchSource | None) -> None:
-        """A batch is there, or the object that says that there are no more."""
+        """Note a batch, or the object that says that there are no more."""
 
 
 class DataReaders:
-    """The ranks that read what this one reads. Its methods are collective. A pickled one knows of nobody.
+    """Ranks that read the same samples as this one. Its methods are collective. An unpickled copy has no other ranks.
 
     Args:
-        ranks: global ranks; the others follow the first.
-        rank: this one.
-        group: gives their process group. It is not kept: groups must end before the process does.
-        advice: what a dataset that picks its samples by rank must go by instead.
-        partners: gives the group of ranks that read other samples which the same steps need; ``None``: there are none.
+        ranks: Global ranks; the others follow the first.
+        rank: This rank.
+        group: Returns their process group. It is not kept: groups must end before the process does.
+        advice: Advice for the error message about a dataset that picks its samples by rank.
+        partners: Returns the group of ranks that read other samples for the same steps; ``None``: there are none.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class DataReaders:
         restore(state, every)
 
     def go_on(self) -> None:
-        """A pass begins, or goes on: its next batches are compared."""
+        """Begin or resume a pass: its next batches are compared."""
         self._num_checked = 0
 
     def state(self) -> RngState:
-        """Where the next draw on the way to a batch starts."""
+        """State from which the next draw on the way to a batch starts."""
         return global_state()
 
     def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
-        """In here random numbers are drawn from ``state`` on; nothing of that is left afterwards."""
+        """Context that draws from ``state`` on; the generators are restored afterwards."""
         return drawing_from(state)
 
     def check(self, batch: Any) -> None:
@@ -153,7 +153,7 @@ class DataReaders:
 
 
 class _Alone:
-    """What a pass goes by in a process that has only been sent its loader."""
+    """Loader state in a process to which only the loader was sent."""
 
     def begin(self, *generators: torch.Generator) -> None:
         """Nothing to do."""
@@ -162,11 +162,11 @@ class _Alone:
         """Nothing to do."""
 
     def state(self) -> RngState:
-        """Where the next draw starts."""
+        """State from which the next draw starts."""
         return global_state()
 
     def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
-        """Draw from ``state`` on for a while."""
+        """Context that draws from ``state`` on."""
         return drawing_from(state)
 
     def draws(self) -> AbstractContextManager[None]:
@@ -181,7 +181,7 @@ class _Alone:
 
 
 def checksum(batch: Any) -> int:
-    """A number that depends on every tensor, number and string in ``batch``, and on their order."""
+    """Checksum of every tensor, number and string in ``batch``, and of their order."""
     found = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):

@@ -1,9 +1,9 @@
-"""Which ranks are on one node?
+"""Node topology: the number of ranks on each node.
 
 Links inside a node are fast, those between nodes are not, so shard groups should stay inside. The launcher numbers the
-ranks node by node and tells each process how many there are on its node (``LOCAL_WORLD_SIZE``). One that does not say
-leaves the names of the hosts: ranks with the same name are on one node. The ranks tell each other what they know, so
-that all of them draw the same conclusion.
+ranks node by node and tells each process how many there are on its node (``LOCAL_WORLD_SIZE``). If it does not, the
+names of the hosts tell: ranks with the same name are on one node. The ranks exchange this, so that all of them draw the
+same conclusion.
 """
 
 import itertools
@@ -18,10 +18,10 @@ __all__ = ["even_node_size", "find_node_size"]
 
 
 def find_node_size(dp_shard: int) -> int | None:
-    """How many ranks each node has; collective over all ranks.
+    """Number of ranks on each node; collective over all ranks.
 
     Args:
-        dp_shard: ranks in a shard group; without sharding nothing depends on nodes, and they may be uneven.
+        dp_shard: Ranks in a shard group; without sharding nothing depends on nodes, and they may be uneven.
 
     Returns:
         ``None`` if nodes are uneven.
@@ -43,10 +43,10 @@ def find_node_size(dp_shard: int) -> int | None:
 
 
 def even_node_size(known: Sequence[tuple[int, str]]) -> int | None:
-    """How many ranks each node has.
+    """Number of ranks on each node.
 
     Args:
-        known: for each rank how many there are on its node (0: it was not told), and the name of its host.
+        known: For each rank the number of ranks on its node (0: unknown), and the name of its host.
 
     Returns:
         ``None`` if nodes have different numbers, or ranks of a node are no neighbours.

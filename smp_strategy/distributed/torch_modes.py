@@ -1,7 +1,7 @@
-"""torch's modes, entered only where that changes something.
+"""Context managers for torch's modes that are entered only if that changes something.
 
-Every message and every segment passes through these. Entering a mode takes about twenty microseconds where the
-processor's caches are cold, as they are between two kernels; asking for it is one call.
+Every message and every segment passes through these. Entering a mode takes about twenty microseconds if the processor's
+caches are cold, as they are between two kernels; asking for it is one call.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ import torch
 __all__ = ["NOTHING", "outside_inference_mode", "recording"]
 
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""Changes nothing. One for all, because even making one takes a call."""
+"""Context without effect. A single one for all, because even making one takes a call."""
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Tensors that are made in here can be used outside of inference mode, too."""
+    """Context whose new tensors can be used outside of inference mode, too."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
 
 
 def recording() -> AbstractContextManager[object]:
-    """Autograd records what happens in here."""
+    """Context that autograd records."""
     is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     return NOTHING if is_on else _recording()
 

@@ -1,8 +1,9 @@
-"""Can a rank that waits for others ever go on?
+"""Wait positions: the state that ranks publish while they wait, and the decision whether a wait can ever end.
 
-Ranks wait for a collective that others have not begun, or for a message that another has not sent. Each that has
-waited for a while tells what it waits for, and what it has begun and sent itself: its *position*. From these follows,
-by a pure function, who can never go on. A rank that tells nothing is at work and may still do whatever is missing.
+Ranks wait for a collective that others have not begun, or for a message that another has not sent. Each rank that has
+waited for a while publishes its *position*: the condition it waits for, and the collectives and messages that it has
+begun and sent. A pure function of the positions tells which ranks can never continue. A rank that publishes nothing is
+at work and may still do whatever is missing.
 """
 
 import json
@@ -13,63 +14,63 @@ __all__ = ["Condition", "Position", "blockers", "is_deadlock", "story"]
 
 
 class Condition(NamedTuple):
-    """Something that a rank must have done."""
+    """Collective or message that a rank must have begun."""
 
     rank: int
-    """Who."""
+    """Global rank."""
     channel: str
-    """A process group, or the messages from one rank to another."""
+    """Process group, or the messages from one rank to another."""
     number: int
-    """Of the collective in its group, from 1 on, or the tag of the message."""
+    """Number of the collective in its group, from 1 on, or tag of the message."""
 
 
 class Position(NamedTuple):
-    """Where a rank is."""
+    """State of a rank for deadlock detection."""
 
     tick: int
-    """How often it has told its position: one that tells it again is still alive, and still there."""
+    """Count of published positions: a rank that publishes again is alive, and still there."""
     turn: int
-    """Number of its wait, to see whether it has gone on; 0: it is at work."""
+    """Number of its wait, to see whether it is still the same; 0: it is at work."""
     needs: Sequence[Sequence[Condition]]
-    """What it waits for: one of these lists has to be met, all of it."""
+    """Alternatives that end the wait: lists of conditions, of which one has to be met entirely."""
     begun: Mapping[str, tuple[int, Sequence[str]]]
-    """How many collectives it has begun in each channel, and what the latest of them were, in words."""
+    """Number of collectives begun in each channel, and the purposes of the latest ones."""
     sent: Collection[tuple[str, int]]
-    """Channel and tag of the messages that it has sent in this step."""
+    """Channel and tag of the messages sent in this step."""
     doing: str
-    """What it waits for, in words; the same for all that take part in a collective."""
+    """Purpose of the wait; the same on all ranks of a collective."""
     place: str
-    """Where in the user's code."""
+    """Place in the user's code."""
     process: tuple[str, int]
-    """Name of the machine, and number of the process there."""
+    """Host name and process id."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not at work."""
+        """Whether the rank waits, and is not at work."""
         return self.turn > 0
 
     def stands_still(self, before: "Position | None") -> bool:
-        """Whether it was in the same wait all the time since it told the position ``before``."""
+        """Whether the rank has been in the same wait since it published the position ``before``."""
         return before is not None and self.is_waiting and self.tick > before.tick and self.turn == before.turn
 
     def encode(self) -> str:
-        """As text."""
+        """Serialise to text."""
         return json.dumps(self._replace(sent=sorted(self.sent)))
 
     @classmethod
     def decode(cls, text: str) -> "Position":
-        """From text."""
+        """Inverse of :meth:`encode`."""
         tick, turn, needs, begun, sent, doing, place, process = json.loads(text)
         needs = [[Condition(*condition) for condition in conditions] for conditions in needs]
         return cls(tick, turn, needs, begun, {tuple(message) for message in sent}, doing, place, tuple(process))
 
 
 def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:
-    """Whether ``rank`` can never go on.
+    """Whether the wait of ``rank`` can never end.
 
     Args:
-        rank: who asks.
-        positions: of the ranks that wait; others are at work.
+        rank: Global rank.
+        positions: Positions of the ranks that wait; others are at work.
     """
     stuck = {other for other, position in positions.items() if position.is_waiting}
     while going := {other for other in stuck if _can_go_on(positions[other], positions, stuck)}:
@@ -78,7 +79,7 @@ def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:
 
 
 def blockers(rank: int, positions: Mapping[int, Position]) -> set[int]:
-    """The ranks at work that ``rank`` waits for, through others that wait as well; ``positions`` as above."""
+    """Ranks at work that ``rank`` waits for, directly or through ranks that wait; ``positions`` as above."""
     found: set[int] = set()
     asked, open_ends = {rank}, [rank]
     while open_ends:
@@ -94,7 +95,7 @@ def blockers(rank: int, positions: Mapping[int, Position]) -> set[int]:
 
 
 def story(positions: Mapping[int, Position]) -> str:
-    """What is said of ranks that wait for each other."""
+    """Error message about ranks that wait for each other."""
     lines = "\n".join(f"  rank {rank}: for {each.doing}; {each.place}" for rank, each in sorted(positions.items()))
     return (
         f"The ranks of this run wait for each other for ever:\n{lines}\n"
@@ -124,5 +125,5 @@ def _is_met(condition: Condition, asking: Position, positions: Mapping[int, Posi
     count, latest = other.begun[channel]
     if count < number:
         return False
-    # It may have begun something else there.
+    # It may have begun another collective under that number.
     return count - number >= len(latest) or latest[number - count - 1] == asking.doing

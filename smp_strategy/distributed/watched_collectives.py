@@ -1,15 +1,14 @@
-"""Collectives that are watched: the only ones of this package but those of flat buffers and split layers.
+"""Watched collectives: the only ones of this package except those of flat buffers and split layers.
 
-Tensors travel as torch sends them, and who waits for them is watched (:mod:`smp_strategy.distributed.deadlock`).
+Tensors are sent as torch sends them, and every wait is watched (:mod:`smp_strategy.distributed.deadlock`).
 
-What ranks tell each other otherwise (objects, decisions, that they are there) begins with an exchange of numbers that
-is the same for all kinds: a digest of what it is about, how many collectives there were before, and a size. So ranks
-that are in different calls know it, instead of taking each other's values for their own.
+Objects, decisions and barriers begin with an exchange of numbers that is the same for all kinds: a digest of the
+purpose, the count of earlier collectives, and a size. So ranks that are in different calls notice, instead of taking
+each other's values for their own.
 
 gloo takes any two all-reduces of a group for one, and ends the process if their sizes differ. So sums of gradients have
-a group of their own, and a few numbers that ranks reduce beside them (a norm, what has changed) are messages that say
-in their tag what they are (:func:`reduce_numbers`). Of ranks in different calls none finds a partner, and the watch
-tells all of them.
+a group of their own, and a few numbers that ranks reduce beside them (a norm, what has changed) are messages whose tag
+tells their purpose (:func:`reduce_numbers`). Ranks in different calls find no partner, and the watch tells all of them.
 """
 
 import functools
@@ -17,25 +16,26 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn, Protocol, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.deadlock import BegunCollective, user_code, watch_of
+from smp_strategy.distributed.message_tags import COMPARED, NUMBERS, TEXTS, reduced_numbers
 from smp_strategy.distributed.wait_positions import Condition
+from smp_strategy.distributed.work import Work
 from smp_strategy.errors import ApartError
 
 __all__ = [
-    "PlaceComparison",
-    "UnderWay",
     "all_gather",
     "all_reduce",
     "barrier",
     "begin",
     "broadcast",
     "collect",
+    "compare_places",
     "gather_numbers",
     "gather_objects",
     "receive",
@@ -48,12 +48,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Tags that no other message has; and how long a description may be.
-_NUMBERS, _TEXTS, _COMPARED = (1 << 31) - 2, (1 << 31) - 3, (1 << 31) - 4
-_MOST_BYTES = 2048
-# Tags of numbers that are reduced have this bit, and none of those above. With how many bytes and ranks each rank sends
-# to each: gloo's ring would take twice as many messages, one after the other.
-_REDUCED: Final = 1 << 30
+# Limit of a description of a call.
+_MOST_BYTES: Final = 2048
+# Limits up to which each rank sends its numbers to each: gloo's ring takes twice as many messages, one after the other.
 _MOST_REDUCED_BYTES: Final = 1 << 15
 _MOST_SENDERS: Final = 32
 _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
@@ -62,96 +59,45 @@ _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
 }
 
 
-class _WatchedWork(Protocol):
-    def is_completed(self) -> bool: ...
+def compare_places(doing: str, group: dist.ProcessGroup) -> Work[None]:
+    """Begin to compare where the ranks of a small group are, as :func:`barrier` does; compute until you need to know.
 
-    def wait(self) -> Any: ...
-
-
-@final
-class UnderWay:
-    """A collective that is under way."""
-
-    def __init__(self, meeting: BegunCollective, work: _WatchedWork) -> None:
-        self._meeting = meeting
-        self._work = work
-
-    def is_completed(self) -> bool:
-        """Whether it is over."""
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        """Until it is over."""
-        watch_of().until(self._meeting, self._work.wait)
-
-
-@final
-class _Numbers:
-    """Numbers that each rank of a group sends to each, to reduce them by itself, in the order of the ranks."""
-
-    def __init__(self, tensor: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup, tag: int) -> None:
-        self._tensor = tensor
-        self._combine = combine
-        self._mine = mine = tensor.contiguous()
-        others = [rank for rank in range(group.size()) if rank != group.rank()]
-        found = {rank: torch.empty_like(mine) for rank in others}
-        self._works = [group.recv([found[rank]], rank, tag) for rank in others]
-        self._works += [group.send([mine], rank, tag) for rank in others]
-        self._everyones = [found.get(rank, mine) for rank in range(group.size())]
-
-    def is_completed(self) -> bool:
-        return not self._works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        if self._works:
-            self._works = []
-            with torch.no_grad():
-                self._tensor.copy_(functools.reduce(self._combine, self._everyones))
-
-
-@final
-class PlaceComparison:
-    """Ranks of a small group compare where they are, as :func:`barrier` does, but compute until they need to know.
-
-    Each sends to each, so that what this rank waits for is on its way when it comes to wait.
+    Each sends to each, so that the numbers are there when a rank comes to wait. The wait raises :class:`ApartError` if
+    ranks are in different calls.
 
     Args:
-        doing: as for :func:`begin`.
-        group: the ranks.
+        doing: Purpose, as for :func:`begin`.
+        group: Ranks that compare.
     """
+    meeting = watch_of().begin(group, doing)
+    mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
+    try:
+        found, works = _sent_to_each(mine, group, COMPARED)
+    except RuntimeError as error:
+        _raise(meeting, error)
 
-    def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
-        self._meeting = meeting = watch_of().begin(group, doing)
-        self._mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
-        self._theirs = [torch.empty_like(self._mine) for _ in range(group.size() - 1)]
-        others = [rank for rank in range(group.size()) if rank != group.rank()]
-        try:
-            found = zip(self._theirs, others, strict=True)
-            self._works = [group.recv([theirs], rank, _COMPARED) for theirs, rank in found]
-            self._works += [group.send([self._mine], rank, _COMPARED) for rank in others]
-        except RuntimeError as error:
-            _raise(meeting, error)
+    def compare(_: object) -> None:
+        if not all(torch.equal(theirs, mine) for theirs in found):
+            _raise_different(meeting)
 
-    def wait(self) -> None:
-        """Until all are there.
-
-        Raises:
-            ApartError: they are in different calls.
-        """
-        watch_of().until(self._meeting, lambda: [work.wait() for work in self._works])
-        if not all(torch.equal(theirs, self._mine) for theirs in self._theirs):
-            _raise_different(self._meeting)
+    return meeting.work(lambda: [work.wait() for work in works]).then(compare)
 
 
-def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> UnderWay:
+def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[list[Tensor], list[dist.Work]]:
+    """Begin to send ``mine`` to each rank: everyone's, in the order of the ranks, once the works are over."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    found = [mine if rank == group.rank() else torch.empty_like(mine) for rank in range(group.size())]
+    works = [group.recv([found[rank]], rank, tag) for rank in others]
+    return found, works + [group.send([mine], rank, tag) for rank in others]
+
+
+def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> Work[object]:
     """Begin a collective.
 
     Args:
-        doing: what for, in words that go on from "waits for"; the same on all ranks.
-        group: its ranks; ``None``: all.
-        start: starts it.
+        doing: Purpose, in words that continue "waits for"; the same on all ranks.
+        group: Its ranks; ``None``: all.
+        start: Starts it.
     """
     group = _group(group)
     meeting = watch_of().begin(group, doing)
@@ -160,20 +106,22 @@ def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.
     except RuntimeError as error:
         _raise(meeting, error)
     assert work is not None
-    return UnderWay(meeting, work)
+    return meeting.work(work.wait, work.is_completed)
 
 
-def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
+def all_reduce(
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str
+) -> Work[object]:
     """Begin to reduce the ranks' ``tensor``, in place."""
     return begin(doing, group, lambda: dist.all_reduce(tensor, op, group=group, async_op=True))
 
 
 def reduce_numbers(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str
-) -> UnderWay:
-    """Begin to reduce a few numbers, in place; see the module docstring.
+) -> Work[object]:
+    """Begin to reduce a few numbers, in place, by messages that are told apart by their purpose.
 
-    On an accelerator, and if they are many or the ranks are, this is :func:`all_reduce`.
+    On an accelerator, and for many numbers or ranks, this is :func:`all_reduce`.
     """
     group = _group(group)
     combine = _TWO_BY_TWO.get(op)
@@ -183,18 +131,33 @@ def reduce_numbers(
     meeting = watch_of().begin(group, doing)
     digest = zlib.crc32(f"{doing} {tensor.dtype} {tensor.numel()}".encode())
     try:
-        return UnderWay(meeting, _Numbers(tensor, combine, group, _REDUCED | (digest % _REDUCED & ~15)))
+        return meeting.work(_exchange_numbers(tensor, combine, group, reduced_numbers(digest)))
     except RuntimeError as error:
         _raise(meeting, error)
 
 
-def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
-    """Begin to fill ``parts`` with what each rank has."""
+def _exchange_numbers(
+    tensor: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup, tag: int
+) -> Callable[[], None]:
+    """Each rank sends its numbers to each, which reduces them by itself, in the order of the ranks."""
+    found, works = _sent_to_each(tensor.contiguous(), group, tag)
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        with torch.no_grad():
+            tensor.copy_(functools.reduce(combine, found))
+
+    return finish
+
+
+def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
+    """Begin to fill ``parts`` with each rank's ``mine``."""
     return begin(doing, group, lambda: dist.all_gather(parts, mine, group=group, async_op=True))
 
 
-def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
-    """Begin to fill ``tensor`` with that of the global rank ``source``."""
+def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
+    """Begin to broadcast ``tensor`` from the global rank ``source``, in place."""
     return begin(doing, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
 
 
@@ -202,17 +165,17 @@ def barrier(doing: str, group: dist.ProcessGroup | None = None) -> None:
     """Wait for all ranks.
 
     Raises:
-        ApartError: they are in different calls, here and below.
+        ApartError: Ranks are in different calls, here and below.
     """
     gather_numbers(0, doing, group)
 
 
 def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The number of each rank."""
+    """All-gather a number of each rank."""
     group = _group(group)
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, number], dtype=torch.int64, device="cpu")
-    kinds, places, numbers = _exchanged(mine, meeting, _NUMBERS).t().tolist()
+    kinds, places, numbers = _exchanged(mine, meeting, NUMBERS).t().tolist()
     if len(set(zip(kinds, places, strict=True))) > 1:
         _raise_different(meeting)
     return list(numbers)
@@ -220,19 +183,19 @@ def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = No
 
 def _raise_different(meeting: BegunCollective) -> NoReturn:
     described = json.dumps([meeting.doing, meeting.number, user_code()]).encode()[:_MOST_BYTES]
-    texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, _TEXTS)
+    texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, TEXTS)
     everyones = [bytes(text.tolist()).decode(errors="replace").strip() for text in texts]
     raise ApartError(_different(dict(zip(dist.get_process_group_ranks(meeting.group), everyones, strict=True))))
 
 
 def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
-    """What each rank has, by way of the first one.
+    """All-gather ``mine`` through the first rank.
 
-    Messages, and no collective, since a rank that is elsewhere may be in a collective of this group: gloo would take
-    the one for the other, and end the process if their sizes differ.
+    By messages, not by a collective, since a rank that is elsewhere may be in a collective of this group: gloo would
+    take the one for the other, and end the process if their sizes differ.
     """
     group, others = meeting.group, range(1, meeting.group.size())
-    # In a group of which only this rank exists (torch's `fake` backend) all others have the same.
+    # With torch's `fake` backend only this rank exists; all others have the same then.
     found = torch.stack([mine] * group.size())
 
     def exchange() -> None:
@@ -253,12 +216,12 @@ def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
 
 
 def gather_objects(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The object of each rank, any that can be pickled."""
+    """All-gather a picklable object of each rank."""
     return [pickle.loads(each) for each in _gather_bytes(pickle.dumps(value), doing, group)]
 
 
 def collect(value: T, target: int, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The object of each rank, on the global rank ``target``; elsewhere nothing."""
+    """Gather an object of each rank on the global rank ``target``; elsewhere the list is empty."""
     mine, sizes = _told_size(value, doing, group)
     is_here = dist.get_rank() == target
     parts = [mine.new_empty(max(sizes)) for _ in sizes] if is_here else None
@@ -267,7 +230,7 @@ def collect(value: T, target: int, doing: str, group: dist.ProcessGroup | None =
 
 
 def tell(value: T, source: int, doing: str, group: dist.ProcessGroup | None = None) -> T:
-    """The object of the global rank ``source``; that itself there."""
+    """Broadcast an object from the global rank ``source``, which gets ``value`` itself back."""
     is_here = dist.get_rank() == source
     mine, sizes = _told_size(value if is_here else None, doing, group)
     size = sizes[dist.get_group_rank(_group(group), source)]
@@ -277,24 +240,24 @@ def tell(value: T, source: int, doing: str, group: dist.ProcessGroup | None = No
 
 
 def send(tensor: Tensor, target: int, doing: str) -> None:
-    """Send ``tensor`` to the global rank ``target``, which receives it; ``doing`` as for :func:`begin`."""
+    """Send ``tensor`` to the global rank ``target``; ``doing`` as for :func:`begin`."""
     _message(dist.get_rank(), target, doing, lambda: dist.isend(tensor, target))
 
 
 def receive(tensor: Tensor, source: int, doing: str) -> None:
-    """Fill ``tensor`` with what the global rank ``source`` sends to this one."""
+    """Receive ``tensor`` from the global rank ``source``."""
     _message(source, dist.get_rank(), doing, lambda: dist.irecv(tensor, source))
 
 
 def send_object(value: Any, target: int, doing: str) -> None:
-    """Send an object to the global rank ``target``, which receives it."""
+    """Send an object to the global rank ``target``."""
     sent = _as_bytes(pickle.dumps(value))
     send(torch.tensor([len(sent)], dtype=torch.int64, device="cpu"), target, doing)
     send(sent, target, doing)
 
 
 def receive_object(source: int, doing: str) -> Any:
-    """What the global rank ``source`` sends to this one."""
+    """Receive an object from the global rank ``source``."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     receive(size, source, doing)
     found = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -322,7 +285,7 @@ def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> l
 
 
 def _told_size(value: Any, doing: str, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """``value`` as bytes, and how many each rank has."""
+    """``value`` as bytes, and the number of bytes of each rank."""
     mine = _as_bytes(pickle.dumps(value))
     return mine, gather_numbers(len(mine), doing, group)
 
@@ -346,7 +309,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether that is what carries its messages between hosts, and no double of it."""
+    """Whether the backend for host tensors is gloo, and not a test double."""
     return group._get_backend(torch.device("cpu")).name() == "gloo"
 
 

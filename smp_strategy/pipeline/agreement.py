@@ -42,7 +42,7 @@ def begin_to_agree(transport: Transport, digest: int, path: Callable[[], Sequenc
     compared = collectives.all_gather(found, mine, group=transport.group, doing=_END)
 
     def is_reached() -> bool:
-        return compared.is_completed() and all(torch.equal(mine, other) for other in found)
+        return compared.is_done() and all(torch.equal(mine, other) for other in found)
 
     def check() -> None:
         if is_reached():

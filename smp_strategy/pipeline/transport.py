@@ -8,29 +8,29 @@ gloo matches messages of a pair of ranks by tag, so messages may overtake each o
 through the host (:mod:`smp_strategy.distributed.host_copies`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from time import perf_counter
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed.background_wait import Arrival, BackgroundWaits
+from smp_strategy.distributed.background_wait import BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.host_copies import HostCopies, Landed
+from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.distributed.wait_positions import Condition
+from smp_strategy.distributed.work import Work
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline import wire_format as messages
 
 __all__ = ["Receipt", "Transport"]
-
-# First tag and number of tags of broadcast results, apart from those of moves, hooks and clocks; used cyclically.
-_SHARED, _NUM_SHARED = 3 << 29, 1 << 20
 
 
 @final
@@ -39,44 +39,31 @@ class Receipt:
 
     Args:
         key: global rank of the sender, and the tag.
-        receive: blocks until the message has arrived, and unpacks it.
-        is_there: returns whether ``receive`` would block for a moment only.
-        transport: transport that has posted the receive.
+        work: the message, unpacked.
+        transport: whose it is.
     """
 
-    def __init__(
-        self,
-        key: tuple[int, int],
-        receive: Callable[[], Landed],
-        is_there: Callable[[], bool],
-        transport: "Transport",
-    ) -> None:
+    def __init__(self, key: tuple[int, int], work: Work[Landed], transport: "Transport") -> None:
         self.key = key
-        self._receive = receive
-        self._is_there = is_there
+        self.work = work
         self._transport = transport
-        self._arrival: Arrival[Landed] | None = None
-        self._landed: Landed | None = None
+        self._is_listened_for = False
 
-    def listen(self) -> Arrival[Landed]:
-        """Wait for the message in the background from now on."""
-        if self._arrival is None:
-            self._arrival = self._transport.listeners.expect(self._receive)
-        return self._arrival
+    def listen(self) -> None:
+        """Wait for it in the background from now on."""
+        if not self._is_listened_for:
+            self._is_listened_for = True
+            self._transport.listeners.expect(self.work)
 
     def arrived(self) -> bool:
-        """Whether the tensor has arrived, without blocking."""
-        return self._landed is not None or self.listen().is_over
-
-    def take(self) -> Landed | None:
-        """The message, if it has arrived and is not waited for in the background: that takes no thread."""
-        return self._receive() if self._arrival is None and self._is_there() else None
+        """Whether the tensor is there, without blocking."""
+        if not self.work.is_done():
+            self.listen()
+        return self.work.is_done()
 
     def wait(self) -> Tensor:
-        """Block until the tensor has arrived; returns the same one at each call."""
-        if self._landed is None:
-            self._landed = self._transport.wait(self)
-        return self._landed.use()
+        """Block until the tensor is there; the same one at each call."""
+        return self._transport.wait(self).use()
 
 
 @final
@@ -91,8 +78,9 @@ class Transport:
     Attributes:
         stage_ranks, group: as given.
         rank: global rank of this process.
-        listeners: background waits for messages that have not arrived.
-        sent: channel and tag of every message that was sent or expected in this step.
+        listeners: wait for messages that are not there yet.
+        seconds_waited: how long this stage has been blocked by messages so far.
+        sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -100,10 +88,11 @@ class Transport:
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self.group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
-        # By receiver's stage and tag: function that waits until the message has arrived, and keeps it until then.
-        self._sent: dict[tuple[int, int], Callable[[], object]] = {}
+        # By receiver's stage and tag.
+        self._sent: dict[tuple[int, int], Work[object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
+        self.seconds_waited = 0.0
         self.sent: set[tuple[str, int]] = set()
         self.rank, self._watch = dist.get_rank(), watch_of()
         # Names of messages to each stage, and of receives from it, for the deadlock watch.
@@ -114,11 +103,6 @@ class Transport:
         # Kept alive: gloo writes to the memory of each until it has arrived, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
 
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds that this stage has been blocked by messages so far."""
-        return self.listeners.seconds_waited
-
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
         message = messages.pack(tensor, spec)
@@ -126,12 +110,13 @@ class Transport:
             self._sent[stage, tag] = self._start(message, stage, tag)
         else:
             copy = self._copies_of(message.device).out(message)
-            started = self.listeners.expect(lambda: self._start(copy.wait(), stage, tag))
-            self._sent[stage, tag] = lambda: started.get()()
+            started = Work(lambda: self._start(copy.wait(), stage, tag))
+            self.listeners.expect(started)
+            self._sent[stage, tag] = started.then(lambda sent: sent.wait())
         self.sent.add((self._channels[stage], tag))
 
-    def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
-        """Begin to send memory of the host; returns a function that waits until it has arrived."""
+    def _start(self, message: Tensor, stage: int, tag: int) -> Work[object]:
+        """Begin to send memory of the host."""
         try:
             # As `dist.isend` and `dist.irecv`, without their checks: there are two of them per hop.
             work = self.group.send([message], self._peers[stage], tag)
@@ -142,7 +127,7 @@ class Transport:
         def wait(_: Tensor = message) -> object:  # which must live until then
             return work.wait(timeout)
 
-        return wait
+        return Work(wait)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Post a receive of a tensor with the metadata ``spec``."""
@@ -163,7 +148,7 @@ class Transport:
             arrived = incoming.tensor()
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        receipt = Receipt((self.stage_ranks[stage], tag), wait, incoming.is_there, self)
+        receipt = Receipt((self.stage_ranks[stage], tag), Work(wait, incoming.is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
         if copies is not None:
@@ -178,11 +163,14 @@ class Transport:
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` has arrived."""
         try:
-            landed = receipt.take()
-            if landed is None:
-                arrival = receipt.listen()
+            if receipt.work.is_done():  # that takes no thread
+                landed = receipt.work.wait()
+            else:
+                receipt.listen()
+                began = perf_counter()
                 with self.waiting_for([receipt]):
-                    landed = arrival.get()
+                    landed = receipt.work.wait()
+                self.seconds_waited += perf_counter() - began
         except RuntimeError as error:
             raise_lost(error, receipt.key[0], "waiting for a tensor from")
         self._receipts.discard(receipt)
@@ -208,12 +196,12 @@ class Transport:
     def confirm(self, stage: int, tag: int) -> None:
         """Wait until the message to ``stage`` under ``tag`` has arrived, and free it; a second call does nothing."""
         if (stage, tag) in self._sent:
-            wait = self._sent.pop((stage, tag))
+            sent = self._sent.pop((stage, tag))
             try:
                 receiver = self.stage_ranks[stage]
                 needs = [[Condition(receiver, _expected(self.rank, receiver), tag)]]
                 with self._watch.waiting(lambda: needs, self.group, "the arrival of a tensor at another stage"):
-                    wait()
+                    sent.wait()
             except RuntimeError as error:
                 raise_lost(error, self.stage_ranks[stage], "waiting for the arrival of a tensor at")
 
@@ -228,8 +216,8 @@ class Transport:
         self.listeners.close()
 
     def next_result_tag(self) -> int:
-        """Tag of the next broadcast result; equal on all stages, which broadcast in the same order."""
-        tag = _SHARED + self._num_shared % _NUM_SHARED
+        """Tag of the next result that a stage gives to all others; equal on all stages, which share in one order."""
+        tag = SHARED_RESULTS + self._num_shared % NUM_SHARED_RESULTS
         self._num_shared += 1
         return tag
 

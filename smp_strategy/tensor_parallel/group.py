@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.work import Work
 from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
@@ -66,7 +67,7 @@ class TensorGroup:
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
-        self._comparison: collectives.PlaceComparison | None = None
+        self._comparison: Work[None] | None = None
 
     def begin(self, what: str) -> None:
         """Begin a step; on all ranks of the group.
@@ -83,7 +84,7 @@ class TensorGroup:
         if comparison is not None:  # unused, because the last step has sent nothing
             comparison.wait()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
-            self._comparison = collectives.PlaceComparison(what, self._backend)
+            self._comparison = collectives.compare_places(what, self._backend)
         self._place, self._is_agreed = what, False
 
     @contextmanager
@@ -155,7 +156,7 @@ class TensorGroup:
             self._agree()
         return True
 
-    def start_sum(self, tensor: Tensor) -> collectives.UnderWay | None:
+    def start_sum(self, tensor: Tensor) -> Work[object] | None:
         """Begin an all-reduce of ``tensor`` in place; wait for the returned handle before using it.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from smp_strategy.distributed import failure
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.interface import Collectives, NativeCollectives, collectives_of
-from smp_strategy.distributed.collectives.messages import Message
+from smp_strategy.distributed.work import Work
 from smp_strategy.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -257,27 +257,21 @@ def most_arriving_at_once(make: Callable[[], Collectives], numel: int) -> int:
     collectives = make()
     messages = collectives._messages
     open_, most = 0, 0
-    receive, wait = messages.receive, Message.wait
+    receive = messages.receive
 
-    def received(tensor: Tensor, peer: int, tag: int) -> Message:
+    def received(tensor: Tensor, peer: int, tag: int) -> Work[None]:
         nonlocal open_, most
+
+        def waited(_: None) -> None:
+            nonlocal open_
+            open_ -= tensor.numel()
+
         open_ += tensor.numel()
         most = max(most, open_)
-        message = receive(tensor, peer, tag)
-        arriving[message] = tensor.numel()
-        return message
+        return receive(tensor, peer, tag).then(waited)
 
-    def waited(message: Message) -> None:
-        nonlocal open_
-        wait(message)
-        open_ -= arriving.pop(message, 0)
-
-    arriving: dict[Message, int] = {}
-    messages.receive, Message.wait = received, waited
-    try:
-        collectives.reduce(torch.zeros(numel * collectives.size), torch.zeros(numel), is_first=True).wait()
-    finally:
-        Message.wait = wait
+    messages.receive = received
+    collectives.reduce(torch.zeros(numel * collectives.size), torch.zeros(numel), is_first=True).wait()
     collectives.close()
     return most
 

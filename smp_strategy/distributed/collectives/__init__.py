@@ -1,1 +1,13 @@
-"""Collectives of flat buffers: gather, reduce-scatter and all-reduce by the best way of the ranks' links."""
+"""Collectives of flat buffers: all-gather, reduce-scatter and all-reduce by the best way for the ranks' links.
+
+Reading order:
+
+* ``interface``: the protocol ``Collectives``, the choice of an implementation, and the native one (NCCL).
+* ``messages``: point-to-point messages of gloo, each with a tag of its own, as ``Work``.
+* ``direct``: gather and reduce in one hop, adding in the order of the ranks.
+* ``relay``: the background thread that forwards what has arrived.
+* ``hierarchical``: gather and reduce in two hops, between nodes and inside them.
+* ``all_reduce``: several all-reduces at a time, step by step in the relay thread.
+* ``gloo``: the implementation over messages, out of the four above.
+* ``host_staged``: the same for buffers of an accelerator that ranks share.
+"""

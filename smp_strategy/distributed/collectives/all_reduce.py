@@ -1,17 +1,17 @@
-"""All-reduces that go on in the background, several at a time.
+"""Asynchronous all-reduces over messages, several at a time, driven by a background thread.
 
-An all-reduce begins when what it adds up is there, and adds when the parts of others have arrived; of more than two
-ranks each adds up a part of the elements and passes it on to the others. None of this can be left to whoever wants the
-sum, who is computing something else meanwhile, and the link would stand idle. So it is done by the thread that passes
-on (:mod:`smp_strategy.distributed.collectives.relay`), a step of each all-reduce at a time, which ends when messages
-are sent off::
+An all-reduce begins when its summand is ready, and adds when the other ranks' parts have arrived; with more than two
+ranks each sums a part of the elements and sends the result to the others. Left to the code that wants the sum, which
+computes something else meanwhile, these steps would leave the link idle. So the relay thread does them
+(:mod:`smp_strategy.distributed.collectives.relay`), one step of each all-reduce at a time; a step ends when messages
+are sent::
 
-    first    wait for what is added up    send
-    second                                send        wait, add     send
-    third                                             send          wait, add    ...
+    first    wait for the summand    send
+    second                           send        wait, add     send
+    third                                        send          wait, add    ...
 
-One travels while another is added up, and no more than a few need memory. A step of an all-reduce waits for steps of
-the same and of earlier ones only, and all ranks start them in the same order, so some step can always be done.
+One travels while another is added, and only a few need memory at a time. A step of an all-reduce waits only for steps
+of the same and of earlier ones, and all ranks start them in the same order, so some step can always be done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,55 +23,56 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives import direct
-from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["AllReduces"]
 
 
 @final
 class AllReduces:
-    """See the module docstring.
+    """All-reduces of a group, which a relay thread drives.
 
     Args:
-        messages: between the ranks.
-        relay: does the steps.
+        messages: Messages between the ranks.
+        relay: Thread that does the steps.
     """
 
     def __init__(self, messages: Messages, relay: Relay) -> None:
         self._messages = messages
         self._relay = relay
-        self._under_way: list[_UnderWay] = []
+        self._running: list[_Steps] = []
 
-    def start(self, tensor: Tensor, after: Sequence[Pending]) -> Pending:
-        """Add up all ranks' ``tensor``, in place, when everything in ``after`` is over."""
+    def start(self, tensor: Tensor, after: Sequence[Work[object]]) -> Work[object]:
+        """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
         tag = self._messages.new_tags(2)
         steps = self._exchange(tensor, after, tag) if self._messages.size <= 2 else self._in_parts(tensor, after, tag)
         done: Future[None] = Future()
-        self._relay.submit(partial(self._begin, _UnderWay(steps, done)))
+        self._relay.submit(partial(self._begin, _Steps(steps, done)))
 
         def finish() -> None:
             if not done.done():
                 self._relay.submit(self._finish_all)
             done.result()
 
-        return Pending(finish)
+        return Work(finish)
 
-    def _begin(self, new: "_UnderWay") -> None:
-        is_under_way = new.go_on()
-        self._go_on()
-        if is_under_way:
-            self._under_way.append(new)
+    def _begin(self, new: "_Steps") -> None:
+        is_running = new.advance()
+        self._advance()
+        if is_running:
+            self._running.append(new)
 
-    def _go_on(self) -> None:
-        self._under_way = [each for each in self._under_way if each.go_on()]
+    def _advance(self) -> None:
+        self._running = [each for each in self._running if each.advance()]
 
     def _finish_all(self) -> None:
-        while self._under_way:
-            self._go_on()
+        while self._running:
+            self._advance()
 
-    def _exchange(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
-        """Of two ranks: as many bytes as in parts, and one way less. Two summands have no order."""
+    def _exchange(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
+        """For two ranks: the same bytes as in parts, one hop earlier. Two summands have no order."""
         messages = self._messages
         others = [torch.empty_like(tensor) for _ in messages.peers]
         under_way = [messages.receive(other, peer, tag) for other, peer in zip(others, messages.peers, strict=True)]
@@ -81,7 +82,7 @@ class AllReduces:
         wait_for(under_way)
         direct.add_up(tensor, others, is_first=False)
 
-    def _in_parts(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
+    def _in_parts(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
         messages = self._messages
         parts = tensor.tensor_split(messages.size)
         mine = torch.empty_like(parts[messages.rank])
@@ -95,12 +96,14 @@ class AllReduces:
         passed_on.wait()
 
 
-class _UnderWay(NamedTuple):
+class _Steps(NamedTuple):
+    """An all-reduce under way: its steps, and a future that is set after the last one."""
+
     steps: Iterator[None]
     done: Future[None]
 
-    def go_on(self) -> bool:
-        """Do the next step, if there is one."""
+    def advance(self) -> bool:
+        """Do the next step; whether there may be another one."""
         try:
             next(self.steps)
         except StopIteration:

@@ -1,6 +1,6 @@
-"""Collectives in one hop: every rank sends to every other, straight from where the elements are to where they belong.
+"""Direct collectives in one hop: every rank sends to every other, from the source buffer straight into the destination.
 
-A reduction adds in the order of the ranks, as one process does that goes through their microbatches in this order.
+A reduction adds in the order of the ranks, like a single process that goes through their microbatches in this order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,21 +8,22 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["add_up", "gather", "reduce"]
 
 
-def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Pending:
-    """Fill the ``parts`` of all others."""
+def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Work[object]:
+    """All-gather: fill the ``parts`` of all other ranks."""
     under_way = [messages.receive(parts[peer], peer, tag) for peer in messages.peers]
     under_way += [messages.send(mine, peer, tag) for peer in messages.peers]
-    return Pending(lambda: wait_for(under_way))
+    return Work(lambda: wait_for(under_way))
 
 
-def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Pending:
-    """Add up what all ranks have in this rank's part."""
-    # What others have of this rank's part; may be of a narrower dtype than the sum.
+def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Work[object]:
+    """Reduce-scatter: sum all ranks' values of this rank's part."""
+    # The others' values of this rank's part; may be of a narrower dtype than the sum.
     arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
     receipts = {peer: messages.receive(arriving[peer], peer, tag) for peer in messages.peers}
     sent = [messages.send(parts[peer], peer, tag) for peer in messages.peers]
@@ -39,11 +40,11 @@ def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, 
         add_up(into, in_order(), is_first=is_first)
         wait_for(sent)
 
-    return Pending(finish)
+    return Work(finish)
 
 
 def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool) -> None:
-    """Add ``summands`` in their order to ``into``, or put their sum there."""
+    """Add ``summands`` in their order to ``into``, or replace it by their sum (``is_first``)."""
     for summand in summands:
         if is_first:
             into.copy_(summand)

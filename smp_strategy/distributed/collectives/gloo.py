@@ -1,14 +1,14 @@
-"""Collectives of flat buffers, made of messages between two ranks: for gloo.
+"""Collectives of flat buffers for gloo, made of point-to-point messages.
 
-gloo's own collectives copy whole buffers on the way in and out, and its reduce-scatter sends all that an all-reduce
-does, three times the bytes that are needed. Messages go straight from where the elements are to where they belong, and
-all additions are done here, in an order that can be told.
+gloo's own collectives copy whole buffers on the way in and out, and its reduce-scatter sends as much as an all-reduce,
+three times the necessary bytes. Messages go from the source buffer straight into the destination, and all additions are
+done here, in a defined order.
 
-**Order of additions.** What was there before comes first, then the ranks in their order: with 4 ranks
-``(((old + g0) + g1) + g2) + g3``. Where a group spans nodes, the sums of the nodes in the order of the nodes:
+**Order of additions.** The previous value comes first, then the ranks in their order: with 4 ranks
+``(((old + g0) + g1) + g2) + g3``. If a group spans nodes, the sums of the nodes in the order of the nodes:
 ``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
 
-**Memory.** Summands arrive beside what they are added to: about as many elements as the buffer has. Where that is too
+**Memory.** Summands arrive beside the buffer that they are added to: about as many elements as it has. If that is too
 much, a buffer is reduced in slices, one after the other, in the background.
 """
 
@@ -22,23 +22,24 @@ from torch import Tensor
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.all_reduce import AllReduces
 from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
-from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.deadlock import BegunCollective
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["GlooCollectives"]
 
 
 @final
 class GlooCollectives:
-    """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
+    """:class:`~smp_strategy.distributed.collectives.interface.Collectives` over messages.
 
     Args:
-        group: the ranks, node by node.
-        per_node: how many of them are on each node; ``None``: all on one.
-        gathers_in_hops: gather between nodes and then inside them, where there are several, as reductions do.
-        most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
-        least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
+        group: Ranks, node by node.
+        per_node: Number of ranks on each node; ``None``: all are on one.
+        gathers_in_hops: Whether gathers, like reductions, go between nodes and then inside them.
+        most_reduced: Buffers with more elements are reduced in slices; ``None``: none are.
+        least_chunk_bytes: Smallest chunks into which a shard is cut for two hops.
     """
 
     def __init__(
@@ -63,32 +64,32 @@ class GlooCollectives:
                 self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
             )
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.gather`."""
         parts, meeting = full.chunk(self.size), self._messages.meeting("parts of weights")
         if self._two_hops is not None and self._gathers_in_hops:
             wait_for(after)
-            pending = self._two_hops.gather(parts, shard)
+            gathered = self._two_hops.gather(parts, shard)
             _copy(parts[self.rank], shard)
-            return Pending(pending.wait, meeting)
+            return meeting.work(gathered.wait)
         tag = self._messages.new_tags()
 
-        def start() -> Pending:
+        def start() -> Work[object]:
             started = direct.gather(self._messages, parts, shard, tag)
             _copy(parts[self.rank], shard)
             return started
 
         return self._start(start, after, meeting)
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
         """See :meth:`Collectives.reduce`."""
         parts, runs = full.chunk(self.size), self._runs(into)
         meeting = self._messages.meeting("parts of gradients")
         if self._two_hops is not None:
             wait_for(after)
             if len(runs) > 1:
-                return Pending(self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first).wait, meeting)
-            return Pending(self._two_hops.reduce(parts, into, is_first=is_first).wait, meeting)
+                return meeting.work(self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first).wait)
+            return meeting.work(self._two_hops.reduce(parts, into, is_first=is_first).wait)
         tag = self._messages.new_tags(len(runs))
         if len(runs) == 1:
             return self._start(
@@ -101,31 +102,33 @@ class GlooCollectives:
                 of_run = [part[run] for part in parts]
                 direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
 
-        return Pending(self._relay.submit(in_turn).result, meeting)
+        return meeting.work(self._relay.submit(in_turn).wait)
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.all_reduce`."""
         meeting = self._messages.meeting("sums of gradients")
-        return Pending(self._all_reduces.start(tensor, after).wait, meeting)
+        return meeting.work(self._all_reduces.start(tensor, after).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
 
-    def _start(self, start: Callable[[], Pending], after: Sequence[Pending], meeting: BegunCollective) -> Pending:
-        """Start something, in the background where it has to wait for something."""
+    def _start(
+        self, start: Callable[[], Work[object]], after: Sequence[Work[object]], meeting: BegunCollective
+    ) -> Work[object]:
+        """Start a collective, in the background if it has to wait for something."""
         if not after:
-            return Pending(start().wait, meeting)
+            return meeting.work(start().wait)
 
-        def start_later() -> Pending:
+        def start_later() -> Work[object]:
             wait_for(after)
             return start()
 
         started = self._relay.submit(start_later)
-        return Pending(lambda: started.result().wait(), meeting)
+        return meeting.work(lambda: started.wait().wait())
 
     def _runs(self, shard: Tensor) -> list[slice]:
-        """A shard in as many runs as its buffer has slices."""
+        """Cut a shard into as many runs as its buffer has slices."""
         most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
         edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

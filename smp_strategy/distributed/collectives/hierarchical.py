@@ -1,18 +1,18 @@
-"""Collectives of a group that spans nodes, in two hops, so that each byte crosses the slow link once per node.
+"""Hierarchical collectives in two hops: each byte crosses the slow link between nodes once per node.
 
 Directly, an element would cross the link to another node once for every rank there. Here it crosses between *twins*,
-the ranks with the same place on their nodes, and spreads or is added up among *neighbours*, the ranks of a node. With
+the ranks with the same place on their nodes, and is copied or summed among *neighbours*, the ranks of a node. With
 ranks ``(node, place)``::
 
     gather    (n, p) -> (n', p)     its shard
-              (n', p) -> (n', p')   which is passed on
+              (n', p) -> (n', p')   the shard is forwarded
 
-    reduce    (n, p') -> (n, p)     what the ranks (*, p) need of it; (n, p) adds up over p'
-              (n, p) -> (n', p)     the node's sum, for the twin whose shard it is, which adds up over the nodes
+    reduce    (n, p') -> (n, p)     the summands that the ranks (*, p) need; (n, p) sums over p'
+              (n, p) -> (n', p)     the node's sum, for the twin whose shard it is, which sums over the nodes
 
-Shards are cut into chunks, so that both hops run at the same time: of the fast hop only that of the last chunk is to be
-seen. Who passes on, and when, stands in :mod:`smp_strategy.distributed.collectives.relay`. A message is told by the
-node that it is about, the chunk, and whom it is from.
+Shards are cut into chunks, so that both hops overlap: of the fast hop only that of the last chunk adds time. The relay
+thread forwards (:mod:`smp_strategy.distributed.collectives.relay`). A message's tag follows from the node that it is
+about and the chunk.
 """
 
 import itertools
@@ -23,25 +23,26 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.direct import add_up
-from smp_strategy.distributed.collectives.messages import Message, Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["HierarchicalCollectives"]
 
-# Of a shard. With more chunks less of the fast hop is to be seen; with fewer there are fewer messages.
+# Chunks of a shard. More chunks hide more of the fast hop; fewer chunks need fewer messages.
 MOST_CHUNKS = 4
 LEAST_CHUNK_BYTES = 2**18
 
 
 @final
 class HierarchicalCollectives:
-    """See the module docstring.
+    """Gather and reduce in two hops.
 
     Args:
-        messages: between the ranks, which are counted node by node.
-        per_node: how many ranks a node has.
-        relay: passes on.
-        least_chunk_bytes: shards are not cut into smaller chunks.
+        messages: Messages between the ranks, which are numbered node by node.
+        per_node: Number of ranks per node.
+        relay: Thread that forwards.
+        least_chunk_bytes: Size of the smallest chunks of a shard.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class HierarchicalCollectives:
         self._num_nodes = messages.size // per_node
         self._node, self._place = divmod(messages.rank, per_node)
 
-    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Pending:
-        """Fill the ``parts`` of all others."""
+    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Work[object]:
+        """All-gather: fill the ``parts`` of all other ranks."""
         messages, chunks = self._messages, self._chunks(mine)
         tag = self._new_tags_for(mine)
-        from_twins: list[tuple[int, int, Message]] = []
-        under_way: list[Message] = []
+        from_twins: list[tuple[int, int, Work[None]]] = []
+        under_way: list[Work[None]] = []
         for number, chunk in enumerate(chunks):
             for node in self._other_nodes:
                 twin = self._rank(node, self._place)
@@ -80,29 +81,18 @@ class HierarchicalCollectives:
                 for place in self._other_places:
                     under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
 
-        passed_on = self._relay.submit(pass_on)
+        # `under_way` is complete only when everything is passed on.
+        return self._relay.submit(pass_on).then(lambda _: wait_for(under_way))
 
-        def finish() -> None:
-            passed_on.result()
-            wait_for(under_way)
-
-        return Pending(finish)
-
-    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Pending:
-        """Add up what all ranks have in this rank's part; ``parts`` are used up."""
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Work[object]:
+        """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
         pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
-        passed_on = self._relay.submit(pass_on)
-
-        def wait() -> None:
-            passed_on.result()
-            finish()
-
-        return Pending(wait)
+        return self._relay.submit(pass_on).then(lambda _: finish())
 
     def reduce_in_turn(
         self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
-    ) -> Pending:
-        """The same, one run of elements after the other."""
+    ) -> Work[object]:
+        """Reduce-scatter one run of elements after the other, to bound the memory."""
         tags = [self._new_tags_for(into[run]) for run in runs]
 
         def work() -> None:
@@ -111,23 +101,23 @@ class HierarchicalCollectives:
                 pass_on()
                 finish()
 
-        return Pending(self._relay.submit(work).result)
+        return self._relay.submit(work)
 
     def _begin_reduce(
         self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What is to be done in the background, and what when that is done."""
+        """Begin; returns a function for the background thread, and one for the wait, to be called after that."""
         messages, chunks = self._messages, self._chunks(into)
-        # By place: what this rank and its neighbours have for the shards of this rank and its twins.
+        # By place: values of this rank and its neighbours for the shards of this rank and its twins.
         like = parts[messages.rank]  # may be of a narrower dtype than the sum
         found = [[torch.empty_like(like) for _ in range(self._num_nodes)] for _ in self._other_places]
         found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
         # By node. The first place's memory also takes the sum.
         sums = [found[0][node] if node == self._node else torch.empty_like(like) for node in range(self._num_nodes)]
-        from_neighbours: dict[tuple[int, int], list[Message]] = {}
-        under_way: list[Message] = []
+        from_neighbours: dict[tuple[int, int], list[Work[None]]] = {}
+        under_way: list[Work[None]] = []
         for number, chunk in enumerate(chunks):
-            for node in [*self._other_nodes, self._node]:  # first what has a long way to go
+            for node in [*self._other_nodes, self._node]:  # the long way first
                 receipts = from_neighbours[node, number] = []
                 for place in self._other_places:
                     neighbour = self._rank(self._node, place)

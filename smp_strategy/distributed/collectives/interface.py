@@ -1,10 +1,10 @@
-"""What ranks of a shard group do together with flat buffers.
+"""Collectives of flat buffers: the interface, the choice of an implementation, and the native one (NCCL).
 
-A collective is started, goes on while the caller computes, and is waited for when its result is needed and before its
-inputs are changed or freed. All ranks start the same ones in the same order, from one thread. Where the backend does
-them in place and on a stream of its own (NCCL), they are its own; for gloo they are made of messages
-(:mod:`smp_strategy.distributed.collectives.gloo`), by way of the host where ranks share an accelerator
-(:mod:`smp_strategy.distributed.collectives.host_staged`). What ranks tell each other in numbers is always on the host.
+A collective is started, runs while the caller computes, and is waited for when its result is needed and before its
+inputs are changed or freed. All ranks start the same ones in the same order, from one thread. If the backend does them
+in place and on a stream of its own (NCCL), they are the backend's; for gloo they are made of messages
+(:mod:`smp_strategy.distributed.collectives.gloo`), by way of the host if ranks share an accelerator
+(:mod:`smp_strategy.distributed.collectives.host_staged`). Numbers that ranks exchange are always on the host.
 """
 
 from collections.abc import Sequence
@@ -17,51 +17,52 @@ from torch import Tensor
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.host_staged import HostStagedCollectives
-from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["Collectives", "NativeCollectives", "collectives_of"]
 
 
 class Collectives(Protocol):
-    """The collectives of one group. A group has one such object, which counts what is under way.
+    """Collectives of a group. A group has a single such object, which numbers its messages.
 
     Attributes:
-        rank, size: of this process in the group, and of the group.
+        rank: Rank of this process in the group.
+        size: Size of the group.
     """
 
     rank: int
     size: int
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
-        """Fill ``full`` with the shards of all ranks, one behind the other.
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+        """All-gather: fill ``full`` with the shards of all ranks, in their order.
 
         Args:
-            full: gets the elements in place.
-            shard: this rank's; may be its own part of ``full``.
-            after: what must be over before the shard is ready. The caller need not wait for it.
+            full: Buffer to fill.
+            shard: Shard of this rank; may be its own part of ``full``.
+            after: Work that makes the shard ready. The caller need not wait for it.
         """
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
-        """Add up this rank's part of all ranks' ``full``.
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
+        """Reduce-scatter: sum this rank's part of all ranks' ``full``.
 
         Args:
-            full: its parts for the ranks, one behind the other; used up.
-            into: gets the sum, when it is waited for; may be of a wider dtype.
-            after: what must be over before ``full`` is ready. The caller need not wait for it.
-            is_first: whether the sum replaces what is there, and is not added to it.
+            full: Parts for the ranks, in their order; overwritten.
+            into: Gets the sum, when the work is waited for; may be of a wider dtype.
+            after: Work that makes ``full`` ready. The caller need not wait for it.
+            is_first: Whether the sum replaces the content of ``into`` instead of being added to it.
         """
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
-        """Add up all ranks' ``tensor``, in place; all get the same bits.
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+        """All-reduce: sum the ranks' ``tensor``, in place; all get the same bits.
 
         Args:
-            tensor: what is added up.
-            after: what must be over before the tensor is ready. The caller need not wait for it.
+            tensor: Summand of this rank.
+            after: Work that makes the tensor ready. The caller need not wait for it.
         """
 
     def close(self) -> None:
-        """Let go of what is needed in the background."""
+        """End the background thread."""
 
 
 def collectives_of(
@@ -72,16 +73,16 @@ def collectives_of(
     gathers_in_hops: bool = True,
     most_reduced: int | None = None,
 ) -> Collectives:
-    """The collectives of ``group`` for buffers on ``device``.
+    """Collectives of ``group`` for buffers on ``device``.
 
     Args:
-        group: the ranks, node by node.
-        device: where the buffers are.
-        per_node: how many ranks of the group are on each node, if it spans several and each byte is to cross the link
-            between them once per node. For messages only: other backends know their links.
-        gathers_in_hops: whether that goes for gathers, too, and not for reductions alone.
-        most_reduced: most elements of a buffer that are reduced at once. For messages only: other backends need no
-            memory of that size in between.
+        group: Ranks, node by node.
+        device: Device of the buffers.
+        per_node: Number of ranks of the group on each node, if it spans several and each byte is to cross the link
+            between them once per node. For gloo only: other backends know their links.
+        gathers_in_hops: Whether that applies to gathers as well, not to reductions alone.
+        most_reduced: Most elements of a buffer that are reduced at once. For gloo only: other backends need no memory
+            of that size.
     """
     if group._get_backend(device).name() != "gloo":
         return NativeCollectives(group)
@@ -91,21 +92,21 @@ def collectives_of(
 
 @final
 class NativeCollectives:
-    """Those of the backend, in one hop. Reductions add in an order of its own."""
+    """Collectives of the backend, in one hop. Reductions add in the backend's order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.gather`."""
-        # On a stream this only puts it behind, here and below.
+        # Work on a stream only orders the streams here, and does not block the host. Also below.
         wait_for(after)
         # Bytes, because a backend does not know every dtype.
         work = self._group._allgather_base(full.view(torch.uint8), shard.view(torch.uint8))
-        return Pending(work.wait)
+        return Work(work.wait)
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
         is_in_place = is_first and into.dtype == full.dtype
@@ -117,12 +118,12 @@ class NativeCollectives:
             if not is_in_place:
                 add_up(into, [total], is_first=is_first)
 
-        return Pending(finish)
+        return Work(finish)
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.all_reduce`."""
         wait_for(after)
-        return Pending(self._group.allreduce([tensor]).wait)
+        return Work(self._group.allreduce([tensor]).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""

@@ -1,46 +1,45 @@
-"""A thread that passes on what has arrived.
+"""Relay: a background thread that forwards messages once they have arrived.
 
-In a collective of two hops a rank sends on what it has received. That cannot be left to whoever waits for the result:
-a pipeline stage may be blocked by another stage, that one by a gather in which a third rank has yet to pass something
-on, and that one by the first. So it is done in the background, by one thread per group, in the order in which the
-collectives were started. That order is the same on all ranks, hence the oldest collective can always be carried out to
-its end. (gloo can wait for a message but not say whether it is there, so looking in from time to time is no way.)
+In a collective of two hops a rank sends on the parts that it has received. That cannot be left to the code that waits
+for the result: a pipeline stage may be blocked by another stage, that one by a gather in which a third rank has yet to
+forward something, and that one by the first. So it is done in the background, by one thread per group, in the order in
+which the collectives were started. That order is the same on all ranks, hence the oldest collective can always be
+completed. (gloo can wait for a message but not tell whether it is there, so polling is no alternative.)
 """
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from smp_strategy.distributed.deadlock import beside
+from smp_strategy.distributed.work import Work
 
 __all__ = ["Relay"]
 
-# How long the thread gets to end. It takes no time, unless it stands in a wait for a rank that has failed.
+# Time that the thread gets to end. It needs none, unless it is in a wait for a rank that has failed.
 FAREWELL_SECONDS = 0.5
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], Any], Future[Any]]
 
 
 @final
 class Relay:
-    """Does one job after the other in a thread, which is started with the first job."""
+    """Thread that does one job after the other; it is started with the first job."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` done after those that were submitted before; the result tells when, and how it ended."""
+    def submit(self, job: Callable[[], T]) -> Work[T]:
+        """Run ``job`` after those that were submitted before."""
         if self._thread is None:
-            # A wait that was given up must not keep the process from ending.
+            # A wait for a rank that has failed must not keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="relay", daemon=True)
             self._thread.start()
-        done: Future[T] = Future()
-        self._jobs.put((job, done))
-        return done
+        work = Work(job)
+        self._jobs.put(work.hand_over())
+        return work
 
     def close(self) -> None:
         """End the thread."""
@@ -50,11 +49,7 @@ class Relay:
             self._thread = None
 
     def _work(self) -> None:
-        with beside():  # who waits for a job says so
-            while (entry := self._jobs.get()) is not None:
-                job, done = entry
-                try:
-                    done.set_result(job())
-                except BaseException as error:
-                    done.set_exception(error)
-                del entry, job, done  # and with them the buffers, which would live until the next job comes
+        with beside():  # waits are registered by the code that waits for the job
+            while (finish := self._jobs.get()) is not None:
+                finish()
+                del finish  # and with them the buffers, which would live until the next job comes

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.model.guarded_tensors import HomeStages, StageTensor, home_of, in_plain_sight
@@ -50,9 +51,7 @@ _READS = (
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
-# First message tag of hooks, above all tags of microbatches.
-TAGS = 1 << 30
-# Parts of the names of operations that fill a given tensor with random numbers.
+# In names of operations that write random numbers to a given tensor.
 _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "nomial", "rrelu")
 
 
@@ -375,9 +374,8 @@ class HookView:
     def _sent(
         self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
     ) -> Tensor | None:
-        """Send ``value`` from stage ``source`` to the stages ``targets``; returns it there, and ``None`` elsewhere."""
-        # Every stage counts every transfer, so sender and receiver use the same tag.
-        stage, tag = self._mesh.stage, TAGS + len(self._path)
+        """``value``, which stage ``source`` has, on the stages ``targets``; ``None`` elsewhere."""
+        stage, tag = self._mesh.stage, HOOKS + len(self._path)
         self._path.append(f"{name} from stage {source}")
         if stage == source:
             assert value is not None

@@ -19,6 +19,7 @@ import torch
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.message_tags import CLOCKS
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.recording import Recorded, Recording
@@ -28,8 +29,6 @@ from smp_strategy.reports.timeline.timeline import Timeline
 __all__ = ["Exchange", "aligned", "gather", "offset_of", "offsets"]
 
 EXCHANGES = 16
-# Above all tags of steps and hooks.
-TAG = (1 << 31) - 1
 
 
 class Exchange(NamedTuple):
@@ -68,10 +67,10 @@ def offsets(
     spec = TensorSpec.of(torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def tell(other: int) -> None:
-        transport.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), spec, other, TAG)
+        transport.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), spec, other, CLOCKS)
 
     def hear(other: int) -> float:
-        return transport.receive(spec, other, TAG).wait().item()
+        return transport.receive(spec, other, CLOCKS).wait().item()
 
     def ask(other: int) -> Exchange:
         asked = clock()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.direct import add_up
-from smp_strategy.distributed.collectives.messages import Pending
+from smp_strategy.distributed.work import Work
 
 
 @final
@@ -30,15 +30,15 @@ class Member:
     def size(self) -> int:
         return len(self._world.members)
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         number = len(self.started)
         self.started.append(shard.clone())
-        return Pending(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
+        return Work(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
         number = len(self.started)
         self.started.append(full.clone())
-        return Pending(
+        return Work(
             lambda: add_up(
                 into,
                 [member.started[number].chunk(self.size)[self.rank] for member in self._world.members],
@@ -46,7 +46,7 @@ class Member:
             )
         )
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         raise NotImplementedError
 
     def close(self) -> None:
