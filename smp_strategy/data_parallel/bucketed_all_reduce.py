@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
 
@@ -64,7 +64,7 @@ class BucketedAllReduce:
         self._group = group
         self._factor = factor
         # A row for each rank, or the sum of all, one row.
-        self._sent: list[Work[Tensor]] = []
+        self._sent: list[Handle[Tensor]] = []
         self._bucket_of = {
             parameter: number for number, bucket in enumerate(buckets) for share in bucket for parameter in share
         }
@@ -74,7 +74,7 @@ class BucketedAllReduce:
             if parameter not in quiet:
                 self._missing[number].add(parameter)
         self._said = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._asked: Work[object] | None = None
+        self._asked: Handle[object] | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
     @property
@@ -174,7 +174,7 @@ class BucketedAllReduce:
         # Once backward is over, `.grad` is the caller's again.
         return parameter.grad if self._asked is None else self._gradients.get(parameter)
 
-    def _received(self, bucket: Bucket, sent: Work[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _received(self, bucket: Bucket, sent: Handle[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
         parts = sent.wait()
         parts = parts.to(gradient_dtype(share[0].dtype)) if share else parts

@@ -38,7 +38,7 @@ from smp_strategy.data_parallel.flat_layout_views import common_base, elements, 
 from smp_strategy.data_parallel.resting import RestingParameter, placeholder
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.precision.master_weights import set_gradient_dtype
@@ -108,15 +108,15 @@ class FlatBuffer:
         for number, parameter in enumerate(parameters):
             self._put(number, parameter)
         self._set_gradient_dtype(self._gradient_dtype)
-        self._refreshing: list[Work[object]] = []
-        self._arriving: Work[object] | None = None
+        self._refreshing: list[Handle[object]] = []
+        self._arriving: Handle[object] | None = None
         self._is_gathered = False
         # For each parameter, whether it has had a gradient on this rank, in this pass or before it.
         self._is_used = [False] * len(parameters)
         self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
-        self._reducing: Work[object] | None = None
+        self._reducing: Handle[object] | None = None
         # If a shard has several owners: the reduced gradients of the whole shard.
         self._of_group: Tensor | None = None
         # Gradients that the shown parameters had while they rested.
@@ -222,7 +222,7 @@ class FlatBuffer:
         self._is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
-    def take_gradients(self) -> tuple[Tensor, Work[object] | None]:
+    def take_gradients(self) -> tuple[Tensor, Handle[object] | None]:
         """Move out the gradients that the group has reduced (zeros if there are none), and the work to wait for."""
         if self._owners is None:
             shard, self.gradients = self.gradients, None

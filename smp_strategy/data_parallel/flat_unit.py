@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = ["FlatUnit", "ShardPolicy"]
@@ -276,7 +276,7 @@ class FlatUnit:
         for buffer in self._buffers:
             buffer.release()
 
-    def take_gradients(self) -> tuple[list[Tensor], list[Work[object]]]:
+    def take_gradients(self) -> tuple[list[Tensor], list[Handle[object]]]:
         """Move the reduced gradients of the shard group out of the unit.
 
         Returns:

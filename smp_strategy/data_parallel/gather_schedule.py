@@ -21,7 +21,7 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.saved_weights import is_in, weights_guarded
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.work import wait_for
+from smp_strategy.distributed.handle import wait_for
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten

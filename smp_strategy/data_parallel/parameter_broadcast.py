@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
 
 __all__ = ["ParameterBroadcast"]
@@ -30,12 +30,12 @@ class ParameterBroadcast:
     """Values that are on their way to this rank."""
 
     def __init__(self) -> None:
-        self._under_way: list[Work[None]] = []
+        self._under_way: list[Handle[None]] = []
 
     def expect(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
         """Hide ``parameters`` until ``finish`` has waited for their values and filled them in."""
         if all(type(parameter) is nn.Parameter for parameter in parameters):
-            work = Work(partial(_fill_in, parameters, finish))
+            work = Handle(partial(_fill_in, parameters, finish))
             self._under_way.append(work)
             for parameter in parameters:
                 setattr(parameter, _ARRIVAL, work)
@@ -96,5 +96,5 @@ class _Arriving(nn.Parameter):
 
 
 def _wait_for(parameter: nn.Parameter) -> None:
-    work: Work[None] = vars(parameter)[_ARRIVAL]
+    work: Handle[None] = vars(parameter)[_ARRIVAL]
     work.wait()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["ReplicaAllReduce"]
 
@@ -38,8 +38,8 @@ class _Sum(NamedTuple):
     """Sum of the shards that a unit had, under way."""
 
     sums: list[Tensor]
-    reduced: list[Work[object]]
-    added_up: list[Work[object]]
+    reduced: list[Handle[object]]
+    added_up: list[Handle[object]]
 
 
 @final
@@ -54,7 +54,7 @@ class _Step:
     sums: dict[int, _Sum] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     """Units that have been reduced after their sums had begun."""
-    said: Work[Tensor] | None = None
+    said: Handle[Tensor] | None = None
     """For each unit whether it is late on some rank, and the sum of the ranks' places."""
 
 

@@ -3,8 +3,8 @@
 Reading order:
 
 * ``mesh_shape``, ``mesh``, ``topology``: rank to coordinates (pure), process groups, ranks per node.
-* ``work``, ``message_tags``: the handle of everything under way, and all ranges of message tags.
-* ``background_wait``: threads that wait for work.
+* ``handle``, ``message_tags``: the handle of everything under way, and all ranges of message tags.
+* ``background_wait``: threads that wait for handles.
 * ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 
 __all__ = ["BackgroundWaits"]
 
@@ -23,14 +23,14 @@ _Mailbox = SimpleQueue[Callable[[], None] | None]
 
 @final
 class BackgroundWaits:
-    """Pool of threads that wait for :class:`Work`, as many as are under way."""
+    """Pool of threads that wait for :class:`Handle`, as many as are under way."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._mailboxes: list[_Mailbox] = []
         self._idle: list[_Mailbox] = []
 
-    def expect(self, work: Work[object]) -> None:
+    def expect(self, work: Handle[object]) -> None:
         """Begin to wait for ``work``."""
         mailbox = self._idle.pop() if self._idle else self._new_thread()
         mailbox.put(work.hand_over())

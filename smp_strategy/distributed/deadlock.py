@@ -36,10 +36,10 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import StoreCall, first_failure, publish, raise_lost
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
-from smp_strategy.distributed.work import Work
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
 __all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
@@ -89,9 +89,9 @@ class BegunCollective(NamedTuple):
         """Conditions at other ranks so that it ends."""
         return [[Condition(rank, self.channel, self.number) for rank in dist.get_process_group_ranks(self.group)]]
 
-    def work(self, finish: Callable[[], T], is_done: Callable[[], bool] | None = None) -> Work[T]:
-        """Handle of the collective, whose waits are watched; arguments as for :class:`Work`."""
-        return Work(lambda: watch_of().until(self, finish), is_done)
+    def work(self, finish: Callable[[], T], is_done: Callable[[], bool] | None = None) -> Handle[T]:
+        """Handle of the collective, whose waits are watched; arguments as for :class:`Handle`."""
+        return Handle(lambda: watch_of().until(self, finish), is_done)
 
 
 @final

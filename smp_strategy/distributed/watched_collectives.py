@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.deadlock import BegunCollective, user_code, watch_of
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import COMPARED, NUMBERS, TEXTS, reduced_numbers
 from smp_strategy.distributed.wait_positions import Condition
-from smp_strategy.distributed.work import Work
 from smp_strategy.errors import ApartError
 
 __all__ = [
@@ -59,7 +59,7 @@ _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
 }
 
 
-def compare_places(doing: str, group: dist.ProcessGroup) -> Work[None]:
+def compare_places(doing: str, group: dist.ProcessGroup) -> Handle[None]:
     """Begin to compare where the ranks of a small group are, as :func:`barrier` does; compute until you need to know.
 
     Each sends to each, so that the numbers are there when a rank comes to wait. The wait raises :class:`ApartError` if
@@ -91,7 +91,7 @@ def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[lis
     return found, works + [group.send([mine], rank, tag) for rank in others]
 
 
-def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> Work[object]:
+def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> Handle[object]:
     """Begin a collective.
 
     Args:
@@ -111,14 +111,14 @@ def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.
 
 def all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str
-) -> Work[object]:
+) -> Handle[object]:
     """Begin to reduce the ranks' ``tensor``, in place."""
     return begin(doing, group, lambda: dist.all_reduce(tensor, op, group=group, async_op=True))
 
 
 def reduce_numbers(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str
-) -> Work[object]:
+) -> Handle[object]:
     """Begin to reduce a few numbers, in place, by messages that are told apart by their purpose.
 
     On an accelerator, and for many numbers or ranks, this is :func:`all_reduce`.
@@ -151,12 +151,12 @@ def _exchange_numbers(
     return finish
 
 
-def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
+def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> Handle[object]:
     """Begin to fill ``parts`` with each rank's ``mine``."""
     return begin(doing, group, lambda: dist.all_gather(parts, mine, group=group, async_op=True))
 
 
-def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
+def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> Handle[object]:
     """Begin to broadcast ``tensor`` from the global rank ``source``, in place."""
     return begin(doing, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
 

@@ -3,7 +3,7 @@
 It is the one place that knows every part of the package. In reading order:
 
 * ``engine.py``: the facade that front doors call: attach, steps, gradients, optimizer updates, state, detach.
-* ``parts.py``: the parts of an engine, shared with its reports and its saved state.
+* ``engine_parts.py``: the parts of an engine, shared with its reports and its saved state.
 * ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: degrees of the mesh axes, the user's
   decisions on the partition, equal initial values on all ranks.
 * ``parallelize.py``: the first step, in order: split layers, decide the partition, free the values of other ranks.

@@ -7,6 +7,7 @@ In reading order:
 * ``ownership.py``: which stages hold which parameters and buffers; frees the others.
 * ``guarded_tensors.py``: tensors of other stages: metadata is answered, values are refused or fetched.
 * ``patching.py``: temporary replacement of methods of single modules.
+* ``shard_layout.py``: the elements of a tensor that a rank holds: runs, rectangles, cuts.
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.
 * ``rng.py``: seeds and random streams that do not depend on the layout.
 * ``meta_tensors.py``: leave the meta device in place, with the identity of each tensor kept.

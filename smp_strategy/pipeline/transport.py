@@ -22,11 +22,11 @@ from smp_strategy.distributed.background_wait import BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.host_copies import HostCopies, Landed
 from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.distributed.wait_positions import Condition
-from smp_strategy.distributed.work import Work
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline import wire_format as messages
 
@@ -43,7 +43,7 @@ class Receipt:
         transport: whose it is.
     """
 
-    def __init__(self, key: tuple[int, int], work: Work[Landed], transport: "Transport") -> None:
+    def __init__(self, key: tuple[int, int], work: Handle[Landed], transport: "Transport") -> None:
         self.key = key
         self.work = work
         self._transport = transport
@@ -89,7 +89,7 @@ class Transport:
         self.group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
         # By receiver's stage and tag.
-        self._sent: dict[tuple[int, int], Work[object]] = {}
+        self._sent: dict[tuple[int, int], Handle[object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
         self.seconds_waited = 0.0
@@ -110,12 +110,12 @@ class Transport:
             self._sent[stage, tag] = self._start(message, stage, tag)
         else:
             copy = self._copies_of(message.device).out(message)
-            started = Work(lambda: self._start(copy.wait(), stage, tag))
+            started = Handle(lambda: self._start(copy.wait(), stage, tag))
             self.listeners.expect(started)
             self._sent[stage, tag] = started.then(lambda sent: sent.wait())
         self.sent.add((self._channels[stage], tag))
 
-    def _start(self, message: Tensor, stage: int, tag: int) -> Work[object]:
+    def _start(self, message: Tensor, stage: int, tag: int) -> Handle[object]:
         """Begin to send memory of the host."""
         try:
             # As `dist.isend` and `dist.irecv`, without their checks: there are two of them per hop.
@@ -127,7 +127,7 @@ class Transport:
         def wait(_: Tensor = message) -> object:  # which must live until then
             return work.wait(timeout)
 
-        return Work(wait)
+        return Handle(wait)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Post a receive of a tensor with the metadata ``spec``."""
@@ -148,7 +148,7 @@ class Transport:
             arrived = incoming.tensor()
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        receipt = Receipt((self.stage_ranks[stage], tag), Work(wait, incoming.is_there), self)
+        receipt = Receipt((self.stage_ranks[stage], tag), Handle(wait, incoming.is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
         if copies is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
@@ -67,7 +67,7 @@ class TensorGroup:
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
-        self._comparison: Work[None] | None = None
+        self._comparison: Handle[None] | None = None
 
     def begin(self, what: str) -> None:
         """Begin a step; on all ranks of the group.
@@ -156,7 +156,7 @@ class TensorGroup:
             self._agree()
         return True
 
-    def start_sum(self, tensor: Tensor) -> Work[object] | None:
+    def start_sum(self, tensor: Tensor) -> Handle[object] | None:
         """Begin an all-reduce of ``tensor`` in place; wait for the returned handle before using it.
 
         Args:

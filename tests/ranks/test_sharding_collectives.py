@@ -10,7 +10,7 @@ from torch import Tensor
 from smp_strategy.distributed import failure
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.interface import Collectives, NativeCollectives, collectives_of
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -259,7 +259,7 @@ def most_arriving_at_once(make: Callable[[], Collectives], numel: int) -> int:
     open_, most = 0, 0
     receive = messages.receive
 
-    def received(tensor: Tensor, peer: int, tag: int) -> Work[None]:
+    def received(tensor: Tensor, peer: int, tag: int) -> Handle[None]:
         nonlocal open_, most
 
         def waited(_: None) -> None:

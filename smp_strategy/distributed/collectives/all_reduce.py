@@ -25,7 +25,7 @@ from torch import Tensor
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["AllReduces"]
 
@@ -44,7 +44,7 @@ class AllReduces:
         self._relay = relay
         self._running: list[_Steps] = []
 
-    def start(self, tensor: Tensor, after: Sequence[Work[object]]) -> Work[object]:
+    def start(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Handle[object]:
         """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
         tag = self._messages.new_tags(2)
         steps = self._exchange(tensor, after, tag) if self._messages.size <= 2 else self._in_parts(tensor, after, tag)
@@ -56,7 +56,7 @@ class AllReduces:
                 self._relay.submit(self._finish_all)
             done.result()
 
-        return Work(finish)
+        return Handle(finish)
 
     def _begin(self, new: "_Steps") -> None:
         is_running = new.advance()
@@ -71,7 +71,7 @@ class AllReduces:
         while self._running:
             self._advance()
 
-    def _exchange(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
+    def _exchange(self, tensor: Tensor, after: Sequence[Handle[object]], tag: int) -> Iterator[None]:
         """For two ranks: the same bytes as in parts, one hop earlier. Two summands have no order."""
         messages = self._messages
         others = [torch.empty_like(tensor) for _ in messages.peers]
@@ -82,7 +82,7 @@ class AllReduces:
         wait_for(under_way)
         direct.add_up(tensor, others, is_first=False)
 
-    def _in_parts(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
+    def _in_parts(self, tensor: Tensor, after: Sequence[Handle[object]], tag: int) -> Iterator[None]:
         messages = self._messages
         parts = tensor.tensor_split(messages.size)
         mine = torch.empty_like(parts[messages.rank])

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.messages import Messages
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["add_up", "gather", "reduce"]
 
 
-def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Work[object]:
+def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Handle[object]:
     """All-gather: fill the ``parts`` of all other ranks."""
     under_way = [messages.receive(parts[peer], peer, tag) for peer in messages.peers]
     under_way += [messages.send(mine, peer, tag) for peer in messages.peers]
-    return Work(lambda: wait_for(under_way))
+    return Handle(lambda: wait_for(under_way))
 
 
-def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Work[object]:
+def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Handle[object]:
     """Reduce-scatter: sum all ranks' values of this rank's part."""
     # The others' values of this rank's part; may be of a narrower dtype than the sum.
     arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
@@ -40,7 +40,7 @@ def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, 
         add_up(into, in_order(), is_first=is_first)
         wait_for(sent)
 
-    return Work(finish)
+    return Handle(finish)
 
 
 def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool) -> None:

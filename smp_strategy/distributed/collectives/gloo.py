@@ -25,7 +25,7 @@ from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES,
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.deadlock import BegunCollective
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["GlooCollectives"]
 
@@ -64,7 +64,7 @@ class GlooCollectives:
                 self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
             )
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.gather`."""
         parts, meeting = full.chunk(self.size), self._messages.meeting("parts of weights")
         if self._two_hops is not None and self._gathers_in_hops:
@@ -74,14 +74,16 @@ class GlooCollectives:
             return meeting.work(gathered.wait)
         tag = self._messages.new_tags()
 
-        def start() -> Work[object]:
+        def start() -> Handle[object]:
             started = direct.gather(self._messages, parts, shard, tag)
             _copy(parts[self.rank], shard)
             return started
 
         return self._start(start, after, meeting)
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
+    def reduce(
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+    ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         parts, runs = full.chunk(self.size), self._runs(into)
         meeting = self._messages.meeting("parts of gradients")
@@ -104,7 +106,7 @@ class GlooCollectives:
 
         return meeting.work(self._relay.submit(in_turn).wait)
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.all_reduce`."""
         meeting = self._messages.meeting("sums of gradients")
         return meeting.work(self._all_reduces.start(tensor, after).wait)
@@ -114,13 +116,13 @@ class GlooCollectives:
         self._relay.close()
 
     def _start(
-        self, start: Callable[[], Work[object]], after: Sequence[Work[object]], meeting: BegunCollective
-    ) -> Work[object]:
+        self, start: Callable[[], Handle[object]], after: Sequence[Handle[object]], meeting: BegunCollective
+    ) -> Handle[object]:
         """Start a collective, in the background if it has to wait for something."""
         if not after:
             return meeting.work(start().wait)
 
-        def start_later() -> Work[object]:
+        def start_later() -> Handle[object]:
             wait_for(after)
             return start()
 

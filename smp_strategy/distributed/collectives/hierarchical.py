@@ -25,7 +25,7 @@ from torch import Tensor
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["HierarchicalCollectives"]
 
@@ -55,12 +55,12 @@ class HierarchicalCollectives:
         self._num_nodes = messages.size // per_node
         self._node, self._place = divmod(messages.rank, per_node)
 
-    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Work[object]:
+    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Handle[object]:
         """All-gather: fill the ``parts`` of all other ranks."""
         messages, chunks = self._messages, self._chunks(mine)
         tag = self._new_tags_for(mine)
-        from_twins: list[tuple[int, int, Work[None]]] = []
-        under_way: list[Work[None]] = []
+        from_twins: list[tuple[int, int, Handle[None]]] = []
+        under_way: list[Handle[None]] = []
         for number, chunk in enumerate(chunks):
             for node in self._other_nodes:
                 twin = self._rank(node, self._place)
@@ -84,14 +84,14 @@ class HierarchicalCollectives:
         # `under_way` is complete only when everything is passed on.
         return self._relay.submit(pass_on).then(lambda _: wait_for(under_way))
 
-    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Work[object]:
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Handle[object]:
         """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
         pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
         return self._relay.submit(pass_on).then(lambda _: finish())
 
     def reduce_in_turn(
         self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
-    ) -> Work[object]:
+    ) -> Handle[object]:
         """Reduce-scatter one run of elements after the other, to bound the memory."""
         tags = [self._new_tags_for(into[run]) for run in runs]
 
@@ -114,8 +114,8 @@ class HierarchicalCollectives:
         found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
         # By node. The first place's memory also takes the sum.
         sums = [found[0][node] if node == self._node else torch.empty_like(like) for node in range(self._num_nodes)]
-        from_neighbours: dict[tuple[int, int], list[Work[None]]] = {}
-        under_way: list[Work[None]] = []
+        from_neighbours: dict[tuple[int, int], list[Handle[None]]] = {}
+        under_way: list[Handle[None]] = []
         for number, chunk in enumerate(chunks):
             for node in [*self._other_nodes, self._node]:  # the long way first
                 receipts = from_neighbours[node, number] = []

@@ -18,7 +18,7 @@ from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.host_staged import HostStagedCollectives
 from smp_strategy.distributed.device import is_host
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["Collectives", "NativeCollectives", "collectives_of"]
 
@@ -34,7 +34,7 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """All-gather: fill ``full`` with the shards of all ranks, in their order.
 
         Args:
@@ -43,7 +43,9 @@ class Collectives(Protocol):
             after: Work that makes the shard ready. The caller need not wait for it.
         """
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
+    def reduce(
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+    ) -> Handle[object]:
         """Reduce-scatter: sum this rank's part of all ranks' ``full``.
 
         Args:
@@ -53,7 +55,7 @@ class Collectives(Protocol):
             is_first: Whether the sum replaces the content of ``into`` instead of being added to it.
         """
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """All-reduce: sum the ranks' ``tensor``, in place; all get the same bits.
 
         Args:
@@ -98,15 +100,17 @@ class NativeCollectives:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.gather`."""
         # Work on a stream only orders the streams here, and does not block the host. Also below.
         wait_for(after)
         # Bytes, because a backend does not know every dtype.
         work = self._group._allgather_base(full.view(torch.uint8), shard.view(torch.uint8))
-        return Work(work.wait)
+        return Handle(work.wait)
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
+    def reduce(
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+    ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
         is_in_place = is_first and into.dtype == full.dtype
@@ -118,12 +122,12 @@ class NativeCollectives:
             if not is_in_place:
                 add_up(into, [total], is_first=is_first)
 
-        return Work(finish)
+        return Handle(finish)
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.all_reduce`."""
         wait_for(after)
-        return Work(self._group.allreduce([tensor]).wait)
+        return Handle(self._group.allreduce([tensor]).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from smp_strategy.distributed.deadlock import BegunCollective, watch_of
 from smp_strategy.distributed.failure import raise_lost
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NUM_FLAT_BUFFERS
-from smp_strategy.distributed.work import Work
 
 __all__ = ["Messages"]
 
@@ -45,18 +45,18 @@ class Messages:
         self._next_tag += count
         return self._next_tag - count
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Work[None]:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[None]:
         """Begin to send ``tensor``, which must not change until it has arrived."""
         # Bytes, because gloo does not know every dtype.
         work = self._group.send([tensor.view(torch.uint8)], peer, tag)
         return self._message(work, tensor, peer, "sending a part to")
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work[None]:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle[None]:
         """Begin to receive into ``tensor``."""
         work = self._group.recv([tensor.view(torch.uint8)], peer, tag)
         return self._message(work, tensor, peer, "waiting for a part from")
 
-    def _message(self, work: dist.Work, memory: Tensor, peer: int, doing: str) -> Work[None]:
+    def _message(self, work: dist.Work, memory: Tensor, peer: int, doing: str) -> Handle[None]:
         rank = self._global_ranks[peer]
 
         def finish(_: Tensor = memory) -> None:  # gloo does not keep the memory alive
@@ -65,4 +65,4 @@ class Messages:
             except RuntimeError as error:
                 raise_lost(error, rank, doing)
 
-        return Work(finish)
+        return Handle(finish)

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TypeVar, final
 
 from smp_strategy.distributed.deadlock import beside
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 
 __all__ = ["Relay"]
 
@@ -31,13 +31,13 @@ class Relay:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Callable[[], T]) -> Work[T]:
+    def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Run ``job`` after those that were submitted before."""
         if self._thread is None:
             # A wait for a rank that has failed must not keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="relay", daemon=True)
             self._thread.start()
-        work = Work(job)
+        work = Handle(job)
         self._jobs.put(work.hand_over())
         return work
 

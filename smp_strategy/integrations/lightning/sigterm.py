@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
@@ -51,7 +51,7 @@ class StopSignal:
         self._trainer = trainer
         self._stop = stop
         self._has_come = False
-        self._pending: tuple[Work[object], torch.Tensor] | None = None
+        self._pending: tuple[Handle[object], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.direct import add_up
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 
 
 @final
@@ -30,15 +30,17 @@ class Member:
     def size(self) -> int:
         return len(self._world.members)
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         number = len(self.started)
         self.started.append(shard.clone())
-        return Work(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
+        return Handle(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
+    def reduce(
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+    ) -> Handle[object]:
         number = len(self.started)
         self.started.append(full.clone())
-        return Work(
+        return Handle(
             lambda: add_up(
                 into,
                 [member.started[number].chunk(self.size)[self.rank] for member in self._world.members],
@@ -46,7 +48,7 @@ class Member:
             )
         )
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         raise NotImplementedError
 
     def close(self) -> None:

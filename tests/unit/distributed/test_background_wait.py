@@ -6,7 +6,7 @@ import time
 import pytest
 
 from smp_strategy.distributed.background_wait import BackgroundWaits
-from smp_strategy.distributed.work import Work
+from smp_strategy.distributed.handle import Handle
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def listeners():
 
 
 def expected(listeners, wait):
-    work = Work(wait)
+    work = Handle(wait)
     listeners.expect(work)
     return work
 

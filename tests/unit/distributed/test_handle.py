@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from smp_strategy.distributed import message_tags
-from smp_strategy.distributed.work import Work, wait_for
+from smp_strategy.distributed.handle import Handle, wait_for
 
 
 def test_the_operation_is_finished_once_and_its_memory_let_go_of():
@@ -15,7 +15,7 @@ def test_the_operation_is_finished_once_and_its_memory_let_go_of():
 
     memory, calls = Memory(), []
     alive = weakref.ref(memory)
-    work = Work(lambda held=memory: calls.append(type(held)) or "result")
+    work = Handle(lambda held=memory: calls.append(type(held)) or "result")
     del memory
     assert not work.is_done()
     assert alive() is not None
@@ -34,7 +34,7 @@ def test_an_interrupted_wait_can_be_taken_up_by_the_next_caller():
             raise KeyboardInterrupt
         return "there"
 
-    work = Work(finish)
+    work = Handle(finish)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     assert not work.is_done()
@@ -43,7 +43,7 @@ def test_an_interrupted_wait_can_be_taken_up_by_the_next_caller():
 
 def test_what_follows_is_done_by_the_first_wait():
     log = []
-    first = Work(lambda: 2)
+    first = Handle(lambda: 2)
     second = first.then(lambda value: log.append(value) or value + 1)
     wait_for([first])
     assert log == []
@@ -54,7 +54,7 @@ def test_what_follows_is_done_by_the_first_wait():
 
 def test_nobody_finishes_what_is_handed_over_before_the_other_thread():
     finished_by = []
-    work = Work(lambda: finished_by.append(threading.current_thread().name), lambda: bool(finished_by))
+    work = Handle(lambda: finished_by.append(threading.current_thread().name), lambda: bool(finished_by))
     finish = work.hand_over()
     waiting = threading.Thread(target=work.wait, name="waiting")
     waiting.start()

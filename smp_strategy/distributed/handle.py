@@ -1,7 +1,7 @@
 """Work: the handle of an asynchronous operation (a message, a collective, a copy), in the manner of ``torch``'s.
 
 gloo can wait for a message but can neither say whether it has arrived, nor give up a wait, nor call back. So a handle
-is a function that blocks, called once at most: by the first thread that calls :meth:`Work.wait`, or by a background
+is a function that blocks, called once at most: by the first thread that calls :meth:`Handle.wait`, or by a background
 thread that the wait is handed over to (:mod:`smp_strategy.distributed.background_wait`,
 :mod:`smp_strategy.distributed.collectives.relay`).
 """
@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar, final
 
-__all__ = ["Work", "wait_for"]
+__all__ = ["Handle", "wait_for"]
 
 T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
 
 
 @final
-class Work(Generic[T_co]):
+class Handle(Generic[T_co]):
     """Handle of an asynchronous operation. Any number of threads may wait for it.
 
     Args:
@@ -52,9 +52,9 @@ class Work(Generic[T_co]):
         """Whether :meth:`wait` would return at once, as far as that is known."""
         return self._finish is None or (self._probe is not None and self._probe())
 
-    def then(self, follow: Callable[[T_co], S]) -> "Work[S]":
+    def then(self, follow: Callable[[T_co], S]) -> "Handle[S]":
         """Handle that also does ``follow`` with the result, in the thread that waits for it first."""
-        return Work(lambda: follow(self.wait()), self.is_done)
+        return Handle(lambda: follow(self.wait()), self.is_done)
 
     def hand_over(self) -> Callable[[], None]:
         """Let another thread finish: from now on :meth:`wait` blocks until it has.
@@ -78,7 +78,7 @@ class Work(Generic[T_co]):
             self._lock.release()
 
 
-def wait_for(works: Iterable[Work[object]]) -> None:
+def wait_for(works: Iterable[Handle[object]]) -> None:
     """Wait for all ``works``, in their order."""
     for work in works:
         work.wait()
