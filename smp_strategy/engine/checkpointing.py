@@ -1,11 +1,11 @@
-"""What an engine saves and loads: the state of the module, of optimizers, and its own.
+"""Checkpoint state of an engine: the state dicts of the module and of optimizers, and its own counters.
 
-There are two forms. The *whole* state is as one process has it, on global rank 0. The *held* state names every tensor
-by its whole shape and says which rectangles of it this rank has; files that all ranks write together are made of that.
-Whatever is loaded is whole, in memory or in files, and each rank takes its share.
+There are two forms. The *full* state is that of a single process, on global rank 0. The *held* state names every tensor
+by its full shape, with the rectangles of it that this rank has; sharded checkpoints are made of it. Loaded state is
+always full, in memory or in files, and each rank takes its part.
 
-Before the first step every rank has the whole module, and nobody knows what will be whose. Weights are loaded there;
-what optimizers will need is remembered until then (:mod:`smp_strategy.engine.pending_state`).
+Before the first step every rank has the whole module, and the partition is not known. Weights are loaded at once; the
+state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_state`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class SavedState:
     # Spread over ranks
 
     def held_state(self, optimizers: Sequence[Optimizer], *, gradients: bool = False) -> dict[str, Any]:
-        """What this rank has of the state of the module and of ``optimizers``, without copies.
+        """State of the module and of ``optimizers`` that this rank holds, without copies.
 
         Args:
             optimizers: in the order of their numbers.
@@ -144,7 +144,7 @@ class SavedState:
             load_optimizer(optimizer, source, number, self._parts.share.holdings, names)
 
     def load_stored_gradients(self, source: Source) -> None:
-        """Go on with gradients to which earlier steps have added, if there are any in ``source``."""
+        """Load accumulated gradients, if ``source`` has any."""
         if self._parts.share is None or self._parts.calls.runtime is None:
             self._parts.late.expect_gradients(source)
         else:
@@ -153,7 +153,7 @@ class SavedState:
     # As a whole
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        """State dict of the full module on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._parts.module is not None
         self._parts.delayed.refuse_saving()
         if self._parts.share is not None:
@@ -162,7 +162,7 @@ class SavedState:
         return self._parts.module.state_dict() if self._parts.mesh.rank == 0 else {}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
         if optimizer in self._parts.late.optimizers:
             return self._parts.late.whole(optimizer) if self._parts.mesh.rank == 0 else {}
         if self._parts.share is None:
@@ -171,7 +171,7 @@ class SavedState:
             return optimizer_state_dict(self._parts.share.holdings, optimizer)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients that the next steps will add to, whole on global rank 0; ``{}`` elsewhere. Collective.
+        """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.
 
         They are summed up over ranks first; see :meth:`held_state`.
         """
@@ -182,7 +182,7 @@ class SavedState:
             return gradients(self._parts.share.holdings)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict; this rank keeps its share."""
+        """Load a full state dict; this rank keeps its part."""
         if self._parts.share is None:
             assert self._parts.module is not None
             self._parts.module.load_state_dict(state_dict, strict=strict)
@@ -191,15 +191,15 @@ class SavedState:
                 self._parts.share.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole optimizer state dict; this rank keeps its share, from the first step on."""
+        """Load a full optimizer state dict; this rank keeps its part, from the first step on."""
         self._load_optimizer(optimizer, numbered(state), 0, numbers_of(optimizer))
 
     def load_gradients(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with whole gradients; this rank keeps its share."""
+        """Load full accumulated gradients; this rank keeps its part."""
         self.load_stored_gradients(WholeState({f"{GRADIENTS}.{name}": value for name, value in state.items()}))
 
     def state_dict(self) -> dict[str, int]:
-        """The engine's own state: where its random streams are."""
+        """Counters of the engine's random streams."""
         return {
             "seed": self._parts.seed,
             "num_steps": self._parts.num_steps,
@@ -207,6 +207,6 @@ class SavedState:
         }
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue the random streams of another run."""
+        """Load these counters, to continue the random streams of another run."""
         self._parts.seed, self._parts.num_steps = state["seed"], state["num_steps"]
         self._parts.num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none

@@ -68,18 +68,20 @@ class Engine:
     Args:
         config: all options.
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
-        device: where this rank computes.
+        device: device of this rank.
         timeout: longest wait for another rank; ``None``: that of the backend.
 
     Attributes:
-        device: where this rank computes.
+        config: as given.
+        device: device of this rank.
         saved: saves and loads the state of the module, of optimizers, and of the engine.
-        inspection: the partition explained, timelines, memory.
-        manual: what the code of a :meth:`manual_step` can ask for.
-        copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
-        known: what the data loader says of the samples in the batch of the next step.
+        inspection: explanation of the partition, timelines, memory reports.
+        manual: backward and optimizer steps of a :meth:`manual_step`.
+        copies: returns the module copies that callbacks hold (EMA weights). They are partitioned together with the
+            module.
+        known: returns the data loader's facts about the samples in the next batch.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
-            rank may have only those that it applies. To be said before the first step.
+            rank may have only those that it applies. Set it before the first step.
     """
 
     def __init__(
@@ -116,47 +118,47 @@ class Engine:
 
     @property
     def module(self) -> nn.Module | None:
-        """What is attached, or was, until the engine is closed."""
+        """The attached module; it stays known after it is detached."""
         return self._parts.module
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """What trains it."""
+        """Optimizers of the module."""
         return self._parts.optimizers
 
     @property
     def is_attached(self) -> bool:
-        """Whether calls of the module come here."""
+        """Whether calls of units are intercepted."""
         return self._calls.are_intercepted
 
     @property
     def layout(self) -> Parallelizer:
-        """Which rank gets what; exists once a module is attached."""
+        """Partition, costs and construction of local models; exists once a module is attached."""
         return self._parts.layout
 
     @property
     def partition(self) -> Partition | None:
-        """Which unit goes to which stage, once it is decided."""
+        """Stage of each unit, once it is decided."""
         return self._parts.partition
 
     @property
     def costs(self) -> Costs:
-        """What calls cost: measured, once the partition is decided, or modelled."""
+        """Costs of calls: measured, once the partition is decided, or modelled."""
         return self.layout.costs
 
     @property
     def share(self) -> LocalModel:
-        """What this rank holds of the module; exists from the first step on."""
+        """This rank's part of the module; exists from the first step on."""
         return self._parts.spread
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
     ) -> None:
-        """Take on ``module``, whole on every rank; collective. One that was detached is spread as before.
+        """Attach ``module``, which is whole on every rank; collective. A detached module is partitioned as before.
 
         Args:
-            module: what is trained.
-            optimizers: what trains it.
+            module: the model to train.
+            optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.microbatch_state`.
 
@@ -201,14 +203,14 @@ class Engine:
         attached.note(self)
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
+        """Whether ``module`` is the attached one, with the same units and the same stages set by hand."""
         if self._parts.module is not module or placed_modules(module) != self._placed_by_hand:
             return False
         units = choose_placed_units(self.config, module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
 
     def detach(self, *, failed: bool = False) -> None:
-        """Let go of the module; :meth:`attach` takes it on again. Collective unless the run has failed.
+        """Give the module back; :meth:`attach` takes it again. Collective unless the run has failed.
 
         Calls reach the module directly again, and the ranks that ``restore_module`` names get all of its values back.
         The state of the optimizers stays where it is.
@@ -228,7 +230,7 @@ class Engine:
 
     @property
     def views(self) -> Views:
-        """What hooks that run just now see."""
+        """Views of the full model for the user's hooks."""
         return self._parts.views
 
     def restore_everywhere(self) -> None:
@@ -241,7 +243,7 @@ class Engine:
     def _prepare(
         self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> None:
-        """Before every step: spread the module if it is whole, and look at each new kind of step."""
+        """Prepare a step: partition the module if it is whole, and trace each new kind of step."""
         assert self._parts.module is not None
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
@@ -263,8 +265,10 @@ class Engine:
             self.layout.rehearse(new, self._parts.optimizers, self._keep_shared)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
-        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first
-        step, this is the look that decides about the partition. Collective."""
+        """Run ``step`` dry, without values, so that its author sees the result. Collective.
+
+        Before the first step, the trace of this run decides the partition.
+        """
         first = FirstStep("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
@@ -273,7 +277,7 @@ class Engine:
             self.layout.look(first, self._parts.optimizers)
 
     def _spread(self, first: FirstStep) -> None:
-        """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
+        """Partition the module, or apply the partition of an earlier run, and free the parts of other ranks."""
         assert self._parts.module is not None
         layout = self.layout
         copies = list(self.copies())  # while they look like the module
@@ -303,7 +307,7 @@ class Engine:
         reduces: bool = False,
         sums: bool = False,
     ) -> TrainStep:
-        """Forward and backward of a batch.
+        """Run forward and backward of a batch.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
@@ -329,7 +333,7 @@ class Engine:
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
     def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
-        """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
+        """Microbatches and their sizes, of this rank's batch or of the joint batch of ranks with samples of their own."""
         self.layout.begin(f"a step ({kind})")
         return self.layout.cut(batch, self.known(), is_joint=is_joint)
 
@@ -343,7 +347,7 @@ class Engine:
         return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
-        """Forward of a batch.
+        """Run forward of a batch.
 
         Args:
             step: the user's code for one microbatch.
@@ -363,7 +367,7 @@ class Engine:
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
-        """A step that runs its backward and its optimizers itself, through :attr:`manual`.
+        """Run a step that calls backward and optimizers itself, through :attr:`manual`.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
@@ -376,7 +380,7 @@ class Engine:
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
-        """Forward of a batch whose loss the caller computes from what ``step`` returns.
+        """Run forward of a batch whose loss the caller computes from the result of ``step``.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
@@ -398,45 +402,45 @@ class Engine:
         return run
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
-        """Call ``function`` in a step, on every stage, with real tensors in the place of placed ones.
+        """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
 
         Args:
-            function: what needs values, a metric for instance.
+            function: code that needs values, a metric for instance.
             args, kwargs: its arguments.
-            unknown: called in its place in the dry run, where nothing has a value.
+            unknown: called instead in the dry run, where nothing has a value.
         """
         if self._calls.runtime is None:
             return function(*args, **kwargs)
         return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
 
     def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """Let ``watch(unit, call)`` answer calls of units outside of steps; also before the module is spread."""
+        """Let ``watch(unit, call)`` answer calls of units outside of steps, also before the first step."""
         self._calls.outside = watch
 
     # Gradients
 
     def reduce_gradients(self) -> None:
-        """Sum up over stages, and average over replicas, what was added to gradients since the last time. Collective.
+        """Sum up over stages, and average over replicas, gradients added since the last call. Collective.
 
-        Steps can be told to do so themselves (:meth:`TrainStep.commit`).
+        :meth:`TrainStep.commit` can do so as part of a step.
         """
         self._parts.reduce_gradients()
 
     def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
-        """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
+        """Divide the final gradients of ``optimizer`` by ``scale``, for a gradient scaler.
 
-        Collective over all ranks: all get to know whether some gradient on some rank has overflowed.
+        Collective over all ranks; each learns whether any gradient on any rank has overflowed.
         """
         with self.views.put_aside():
             return self.share.unscale(optimizer, scale)
 
     def begin_update(self, optimizer: Optimizer) -> None:
-        """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
+        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`."""
         if self._parts.share is not None:
             self._parts.share.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
+        """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""
         if self._parts.share is not None:
             self._parts.share.end_update(optimizer)
         if self._calls.halves is not None:
@@ -444,7 +448,7 @@ class Engine:
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
-        """In here ``optimizer`` changes weights, but takes no step: it sees those that it updates. Collective."""
+        """Context in which ``optimizer`` changes weights without a step: it sees those that it updates. Collective."""
         if self._parts.share is None:
             yield
             return
@@ -454,21 +458,21 @@ class Engine:
             self._calls.halves.refresh()
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on every rank.
 
         Args:
-            parameters: what to clip: the same list on every rank, as an optimizer has it.
-            max_norm: the largest norm that is left alone.
+            parameters: the same list on every rank, as an optimizer has it.
+            max_norm: largest norm that is not scaled.
             norm_type: order of the norm.
         """
         with self.views.put_aside():
             return self.share.clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with all weights and gradients in sight; collective over the ranks that have them.
+        """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them.
 
         Returns:
-            What ``hook`` returns, with real tensors on every rank.
+            The result of ``hook``, with real tensors on every rank.
         """
         if self._calls.runtime is None or self.views.is_open:
             return hook()
@@ -484,7 +488,7 @@ class Engine:
             self._calls.in_hook = False
 
     def close(self) -> None:
-        """End the engine's threads and let go of its process groups; the module stays as it is."""
+        """End the engine's threads and free its process groups; the module stays as it is."""
         attached.forget(self)
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups

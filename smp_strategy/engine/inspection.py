@@ -28,12 +28,12 @@ class Inspection:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the user's step runs just now, and no hook of the user in it."""
+        """Whether the user's step is running, outside of hooks of the user."""
         return self._parts.calls.are_in_step
 
     @property
     def divides_updates(self) -> bool:
-        """Whether a rank's optimizers see only some of the parameters, or pieces or parts of them."""
+        """Whether the optimizers of a rank see only some parameters, or shards or parts of them."""
         mesh = self._parts.mesh
         return (
             mesh.pp * mesh.tp > 1
@@ -42,12 +42,12 @@ class Inspection:
         )
 
     def stage_of(self, part: nn.Module) -> int | None:
-        """The stage that runs ``part``; ``None`` where every stage does, or nothing is decided yet."""
+        """Stage that runs ``part``; ``None`` if every stage does, or if nothing is decided yet."""
         unit = None if self._parts.partition is None else self._parts.calls.unit_around(part)
         return None if unit is None or self._parts.partition is None else self._parts.partition.stage_of[unit]
 
     def explain(self) -> Explanation:
-        """Why the units are where they are, and when each stage does what; known from the first step on."""
+        """Explanation of the partition and the schedule; known from the first step on."""
         if self._parts.partition is None:
             raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
         return Explanation(
@@ -55,7 +55,7 @@ class Inspection:
         )
 
     def timeline(self) -> Timeline:
-        """When each stage of this replica did what in the latest training step, beside its timetable.
+        """Timeline of the stages of this replica in the latest training step, beside its timetable.
 
         Collective over the replica, so that clocks can be compared: call it on all of its ranks, outside of steps.
 
@@ -68,11 +68,11 @@ class Inspection:
 
     @property
     def traffic(self) -> OffloadStats:
-        """What this rank's units have put into host memory, and taken back, in the latest step with backward."""
+        """Offload statistics of this rank in the latest step with backward."""
         return OffloadStats() if self._parts.calls.runtime is None else self._parts.calls.runtime.traffic
 
     def memory_report(self) -> MemoryReport:
-        """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
+        """Memory of each rank, counted and predicted. Collective over all ranks, outside of steps."""
         self._parts.calls.refuse_inside_of_step("A memory report")
         assert self._parts.module is not None
         spread = self._parts.spread.sharded if self._parts.is_spread else None
