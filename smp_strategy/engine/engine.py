@@ -77,8 +77,7 @@ class Engine:
         saved: saves and loads the state of the module, of optimizers, and of the engine.
         inspection: explanation of the partition, timelines, memory reports.
         manual: backward and optimizer steps of a :meth:`manual_step`.
-        copies: returns the module copies that callbacks hold (EMA weights). They are partitioned together with the
-            module.
+        copies: returns the module copies that callbacks hold (EMA weights), which are partitioned with the module.
         known: returns the data loader's facts about the samples in the next batch.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
             rank may have only those that it applies. Set it before the first step.
@@ -333,7 +332,7 @@ class Engine:
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
     def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
-        """Microbatches and their sizes, of this rank's batch or of the joint batch of ranks with samples of their own."""
+        """Microbatches and sizes of this rank's batch, or of the joint batch of ranks with samples of their own."""
         self.layout.begin(f"a step ({kind})")
         return self.layout.cut(batch, self.known(), is_joint=is_joint)
 

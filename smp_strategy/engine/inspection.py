@@ -1,4 +1,4 @@
-"""What an engine can tell: why its plan is what it is, when things happened, where memory went."""
+"""Reports of an engine on demand: explanation of the partition, timeline of a step, memory of all ranks."""
 
 from typing import final
 
