@@ -26,6 +26,7 @@ from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import choose_units
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.surveys import entered
 
 NUM_BLOCKS = 48
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
 
     def forward(program: Any) -> None:
         assert calls.runtime is not None
-        with calls.runtime.entered(program):
+        with entered(calls.runtime, program):
             model(input_ids=ids, labels=ids)
         program.record.end()
         program.close()

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-from smp_strategy.reports.explain.html import KINDS, element, svg
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +27,7 @@ from smp_strategy.planning.planner import best_partition
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.reports.explain.drawings import WIDTH, colour, strip, timetable
+from smp_strategy.reports.html import KINDS, element, svg
 
 __all__ = ["PICTURE", "draw"]
 

@@ -16,7 +16,7 @@ from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 
-__all__ = ["rehearse", "run_alone", "survey"]
+__all__ = ["entered", "rehearse", "run_alone", "survey"]
 
 
 def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
@@ -31,7 +31,7 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
         The result of ``code``, with real tensors on every stage.
     """
     program = runtime.stage.program(microbatch=0, generators=generators, current=runtime.current)
-    with _entered(runtime, program):
+    with entered(runtime, program):
         result = runtime.stage.make_real(code(program))
     runtime.flush()
     program.close()
@@ -39,7 +39,7 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
 
 
 @contextmanager
-def _entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
+def entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
     """Context in which ``program`` is the running program."""
     runtime.current.enter(program)
     try:
@@ -65,7 +65,7 @@ def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
     """
     program = runtime.stage.program(microbatch=0, seed=0, current=runtime.current)
-    with _entered(runtime, program), runtime.collectives.open():
+    with entered(runtime, program), runtime.collectives.open():
         output = step(microbatch)
         if runtime.told is not None:
             runtime.told(output)

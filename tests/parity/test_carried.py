@@ -231,7 +231,7 @@ def how_it_runs(step: Callable[[Any, Tensor], Tensor]) -> Any:
     module = Net(step)
     engine.attach(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
     engine.train_step(module.loss, Net.batch(torch.Generator().manual_seed(0)), loss_of=lambda loss: loss)
-    rules = engine.layout.timetables.turn_rules
+    rules = engine.layout.plans.turn_rules
     engine.close()
     return "freely" if not rules else "to a gate" if rules["train"].gate is not None else "in order"
 
