@@ -45,7 +45,7 @@ MARGIN = 20.0
 
 
 def planned(shape: MeshShape) -> tuple[Partition, Plan]:
-    """What the planner decides for the example's GPT on a mesh of this shape."""
+    """Partition and schedule of the example's GPT on a mesh of this shape, as the planner decides."""
     with torch.device("meta"):  # no weights are needed to decide
         model = GPT(context=128, layers=8, heads=4, width=256)
 
@@ -121,7 +121,7 @@ def _placed(drawing: str, y: float, height: float) -> str:
 
 
 def _ranks(num_stages: int) -> tuple[list[str], float]:
-    """Which rank stands where: a row per replica, a column per stage."""
+    """Ranks on the mesh: a row per replica, a column per stage."""
     parts, column, row = [], 220.0, 28.0
     for replica in range(SHAPE.dp):
         y = row * replica

@@ -120,7 +120,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self.senders: WeakSet[Any] = WeakSet()
+        self.senders: WeakSet[MessageSender] = WeakSet()
         self.timeout = dist.default_pg_timeout
         self._wait: _Wait | None = None
         self._apart: set[int] = set()

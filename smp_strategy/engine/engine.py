@@ -60,6 +60,8 @@ __all__ = ["Engine"]
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION = 1
 
+LossOf = Callable[[Any], Tensor | None]
+
 
 @final
 class Engine:
@@ -239,9 +241,7 @@ class Engine:
 
     # The first step
 
-    def _prepare(
-        self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: Callable[[Any], Tensor | None] | None = None
-    ) -> None:
+    def _prepare(self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: LossOf | None = None) -> None:
         """Prepare a step: partition the module if it is whole, and trace each new kind of step."""
         assert self._parts.module is not None
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
@@ -263,7 +263,7 @@ class Engine:
         if is_new:
             self.layout.rehearse(new, self._parts.optimizers, self._keep_shared)
 
-    def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
+    def look(self, step: Step, batch: Any, *, loss_of: LossOf) -> None:
         """Run ``step`` dry, without values, so that its author sees the result. Collective.
 
         Before the first step, the trace of this run decides the partition.
@@ -300,7 +300,7 @@ class Engine:
         step: Step,
         batch: Any,
         *,
-        loss_of: Callable[[Any], Tensor | None],
+        loss_of: LossOf,
         factor: float = 1.0,
         continues: bool = False,
         reduces: bool = False,
@@ -318,9 +318,7 @@ class Engine:
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
-        microbatches, sizes = self._cut(batch, "train")
-        step = self._in_precision(step)
-        self._prepare("train", step, microbatches, loss_of)
+        step, microbatches, sizes = self._begin("train", step, batch, loss_of)
         job = self._training_job(step, sizes, loss_of)
         job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
@@ -331,14 +329,21 @@ class Engine:
         outputs = put_together(run.outputs)
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
+    def _begin(
+        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False
+    ) -> tuple[Step, list[Any], tuple[int, ...]]:
+        """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
+        microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
+        step = self._in_precision(step)
+        self._prepare(kind, step, microbatches, loss_of)
+        return step, microbatches, sizes
+
     def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
         """Microbatches and sizes of this rank's batch, or of the joint batch of ranks with samples of their own."""
         self.layout.begin(f"a step ({kind})")
         return self.layout.cut(batch, self.known(), is_joint=is_joint)
 
-    def _training_job(
-        self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
-    ) -> Job:
+    def _training_job(self, step: Step, sizes: Sequence[int], loss_of: LossOf | None = None) -> Job:
         total = sum(sizes) or 1
         self.layout.report_batch(total)
         self._parts.num_steps += 1
@@ -354,9 +359,7 @@ class Engine:
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
-        microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
-        step = self._in_precision(step)
-        self._prepare(kind, step, microbatches)
+        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
         self._parts.num_evaluations += 1
         seed = derive_seed(
             self._parts.seed, self.mesh.dp_rank, self._parts.num_steps, EVALUATION, self._parts.num_evaluations
@@ -372,9 +375,7 @@ class Engine:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
         """
-        microbatches, sizes = self._cut(batch, "manual")
-        step = self._in_precision(step)
-        self._prepare("manual", step, microbatches)
+        step, microbatches, sizes = self._begin("manual", step, batch)
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -385,9 +386,7 @@ class Engine:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
         """
-        microbatches, sizes = self._cut(batch, "manual")
-        step = self._in_precision(step)
-        self._prepare("manual", step, microbatches)
+        step, microbatches, sizes = self._begin("manual", step, batch)
         return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
 
     def _in_precision(self, step: Step) -> Step:
