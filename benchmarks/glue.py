@@ -49,7 +49,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         number=1,
         stage_of={unit.name: 0 for unit in units},
         num_stages=2,
-        oracle=ShapeInference(CPU),
+        shape_inference=ShapeInference(CPU),
         transport=None,
         device=CPU,
     )
@@ -60,11 +60,11 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         assert calls.runtime is not None
         with entered(calls.runtime, program):
             model(input_ids=ids, labels=ids)
-        program.record.end()
+        program.program_trace.end()
         program.close()
 
     forward(program)
-    return lambda: forward(stage.program(microbatch=0, seed=0)), len(program.record.events)
+    return lambda: forward(stage.program(microbatch=0, seed=0)), len(program.program_trace.events)
 
 
 def bare_forward(ids: torch.Tensor) -> Callable[[], Any]:

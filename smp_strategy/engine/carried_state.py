@@ -57,7 +57,7 @@ class Rehearsals:
     """User's code for one microbatch."""
     microbatch: Any
     """Its input."""
-    surroundings: DryRunInput
+    inputs: DryRunInput
     """Module and environment of dry runs."""
     stage_of: Mapping[str, int]
     """Stage of each unit, by name."""
@@ -73,7 +73,7 @@ class Rehearsals:
             # The step is the user's code, and the values that it reads are made up: it may raise anything.
             try:
                 ordered = self._rehearse(truth, in_order=True)
-                self.surroundings.calls.switches.rehearse(ordered.left)
+                self.inputs.calls.switches.rehearse(ordered.left)
                 return self._rule(truth, ordered) if ordered.left else None
             except EndlessError:
                 return None
@@ -113,24 +113,24 @@ class Rehearsals:
         self, truth: bool, stage: int = _NO_STAGE, *, in_order: bool = False, gate: int | None = None
     ) -> _RehearsalOutcome:
         """Rehearse once, by :func:`smp_strategy.pipeline.surveys.rehearse`."""
-        surroundings, calls = self.surroundings, self.surroundings.calls
+        inputs, calls = self.inputs, self.inputs.calls
         rehearsal, private = Rehearsal(stage, truth=truth), self.private_state()
         dry = Stage(
             number=-1,
             stage_of=self.stage_of,
             num_stages=self.num_stages,
-            oracle=surroundings.oracle,
+            shape_inference=inputs.shape_inference,
             transport=None,
-            device=surroundings.device,
+            device=inputs.device,
             rehearsal=rehearsal,
-            replicas=surroundings.replicas,
+            replicas=inputs.replicas,
         )
-        number = min(surroundings.num_microbatches, _MOST_MICROBATCHES)
+        number = min(inputs.num_microbatches, _MOST_MICROBATCHES)
         microbatches = [copy.deepcopy(self.microbatch) for _ in range(number)]
         before, runtime = calls.runtime, Runtime(dry, private)
         calls.runtime = runtime
         try:
-            with undone(self.step, surroundings, computes=False), calls.switches.learning_nothing():
+            with undone(self.step, inputs, computes=False), calls.switches.learning_nothing():
                 private.begin(self.step)
                 found = private.found()
                 events = rehearse(runtime, Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)

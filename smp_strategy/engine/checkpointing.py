@@ -69,20 +69,20 @@ class SavedState:
         self._parts.delayed.refuse_saving()
         if gradients:
             self._parts.reduce_gradients()
-        is_first, share = self._parts.mesh.rank == 0, self._parts.share
+        is_first, local_model = self._parts.mesh.rank == 0, self._parts.local_model
         with self._parts.views.put_aside():
-            if share is not None:
-                share.settle()
-            if share is not None and share.whole_on == "none":
-                state = {MODULE: module_state(share.holdings)}
-            elif share is None or share.whole_on == "all" or is_first:
+            if local_model is not None:
+                local_model.settle()
+            if local_model is not None and local_model.whole_on == "none":
+                state = {MODULE: module_state(local_model.holdings)}
+            elif local_model is None or local_model.whole_on == "all" or is_first:
                 state = {MODULE: whole_module_state(self._parts.module, is_first=is_first)}
             else:
                 state = {MODULE: {}}
             for number, optimizer in enumerate(optimizers):
                 state[optimizer_key(number)] = self._held_optimizer_state(optimizer)
-            if gradients and share is not None:
-                state[GRADIENTS] = gradient_state(share.holdings)
+            if gradients and local_model is not None:
+                state[GRADIENTS] = gradient_state(local_model.holdings)
         return state
 
     def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -91,8 +91,8 @@ class SavedState:
         if optimizer in self._parts.late.optimizers:
             kept = self._parts.late.optimizers[optimizer].read() if is_first else {}
             return whole_optimizer_state(optimizer, kept, self._names, is_first=is_first)
-        if self._parts.share is not None:
-            return optimizer_state(self._parts.share.holdings, optimizer)
+        if self._parts.local_model is not None:
+            return optimizer_state(self._parts.local_model.holdings, optimizer)
         return whole_optimizer_state(optimizer, kept_by(optimizer), self._names, is_first=is_first)
 
     @property
@@ -108,12 +108,12 @@ class SavedState:
             CheckpointError: the values cannot be read.
         """
         assert self._parts.module is not None
-        share = self._parts.share
+        local_model = self._parts.local_model
         with self._parts.views.put_aside():
-            if share is not None:
-                share.settle()
-            if share is not None and not share.is_whole_here:
-                load_module(self._parts.module, source, share.holdings, strict=strict)
+            if local_model is not None:
+                local_model.settle()
+            if local_model is not None and not local_model.is_whole_here:
+                load_module(self._parts.module, source, local_model.holdings, strict=strict)
                 return
             self._parts.delayed.expect()
             if expected := self._parts.delayed.expected:
@@ -137,18 +137,18 @@ class SavedState:
         self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
     ) -> None:
         load_groups(optimizer, source, number, names)
-        if self._parts.share is None or self._parts.calls.runtime is None:
+        if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.late.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
             self._parts.late.optimizers.pop(optimizer, None)
-            load_optimizer(optimizer, source, number, self._parts.share.holdings, names)
+            load_optimizer(optimizer, source, number, self._parts.local_model.holdings, names)
 
     def load_stored_gradients(self, source: Source) -> None:
         """Load accumulated gradients, if ``source`` has any."""
-        if self._parts.share is None or self._parts.calls.runtime is None:
+        if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.late.expect_gradients(source)
         else:
-            load_gradients(source, self._parts.share.holdings)
+            load_gradients(source, self._parts.local_model.holdings)
 
     # As a whole
 
@@ -156,39 +156,39 @@ class SavedState:
         """State dict of the full module on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._parts.module is not None
         self._parts.delayed.refuse_saving()
-        if self._parts.share is not None:
+        if self._parts.local_model is not None:
             with self._parts.views.put_aside():
-                return self._parts.share.full_state_dict()
+                return self._parts.local_model.full_state_dict()
         return self._parts.module.state_dict() if self._parts.mesh.rank == 0 else {}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
         if optimizer in self._parts.late.optimizers:
             return self._parts.late.whole(optimizer) if self._parts.mesh.rank == 0 else {}
-        if self._parts.share is None:
+        if self._parts.local_model is None:
             return optimizer.state_dict() if self._parts.mesh.rank == 0 else {}
         with self._parts.views.put_aside():
-            return optimizer_state_dict(self._parts.share.holdings, optimizer)
+            return optimizer_state_dict(self._parts.local_model.holdings, optimizer)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.
 
         They are summed up over ranks first; see :meth:`held_state`.
         """
-        if self._parts.share is None:
+        if self._parts.local_model is None:
             return {}
         self._parts.reduce_gradients()
         with self._parts.views.put_aside():
-            return gradients(self._parts.share.holdings)
+            return gradients(self._parts.local_model.holdings)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a full state dict; this rank keeps its part."""
-        if self._parts.share is None:
+        if self._parts.local_model is None:
             assert self._parts.module is not None
             self._parts.module.load_state_dict(state_dict, strict=strict)
         else:
             with self._parts.views.put_aside():
-                self._parts.share.load_state_dict(state_dict, strict=strict)
+                self._parts.local_model.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict; this rank keeps its part, from the first step on."""

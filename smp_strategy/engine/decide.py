@@ -26,12 +26,12 @@ from smp_strategy.planning.partition.from_trace import chain_of
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
 
-__all__ = ["decide", "partition_of", "program_of", "relief_of"]
+__all__ = ["decide", "partition_of", "step_program", "relief_of"]
 
 
 def decide(
     config: SMPConfig,
-    surroundings: DryRunInput,
+    inputs: DryRunInput,
     shape: MeshShape,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
@@ -44,7 +44,7 @@ def decide(
 
     Args:
         config: All options.
-        surroundings: Module, and environment of its dry run.
+        inputs: Module, and environment of its dry run.
         shape: Number of stages, and their ranks.
         first: Step, its first microbatch, and the function that picks the loss out of its result.
         given: Stage of each unit, if it is decided already.
@@ -58,12 +58,12 @@ def decide(
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
-        found = dry_run(step, microbatch, loss_of, surroundings)
+        found = dry_run(step, microbatch, loss_of, inputs)
     with measuring():
-        costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
-    costs = replace(costs, relief=relief_of(config, surroundings, costs.machine, chosen or {}))
-    program = program_of(config, surroundings, found, costs, shape, _room_of_stages(config, surroundings, shape))
-    module = surroundings.module
+        costs = find_costs(config, inputs.device, found.calls, found.trace, shape)
+    costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen or {}))
+    program = step_program(config, inputs, found, costs, shape, _room_of_stages(config, inputs, shape))
+    module = inputs.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
@@ -87,18 +87,18 @@ def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, giv
     return as_given(config, program, num_stages, given.stage_of)
 
 
-def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
+def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
     """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
 
     Args:
         config: All options.
-        surroundings: Units.
+        inputs: Units.
         machine: Cost model of recomputation.
         chosen: Activation policies that the options, or the user by hand, set for units.
     """
     free: frozenset[str] = frozenset()
     if config.activation_checkpointing == "auto":
-        free = frozenset(unit.name for unit in surroundings.units if unit.name not in chosen)
+        free = frozenset(unit.name for unit in inputs.units if unit.name not in chosen)
     return ActivationPlan(
         machine=machine,
         fixed=chosen,
@@ -112,14 +112,14 @@ def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, ch
     )
 
 
-def _room_of_stages(config: SMPConfig, surroundings: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
+def _room_of_stages(config: SMPConfig, inputs: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
     """Memory limit of a rank of each stage, in bytes: from the options, or from the devices."""
-    return config.memory_limits(shape.pp) or memory_of_stages(surroundings.device, shape)
+    return config.memory_limits(shape.pp) or memory_of_stages(inputs.device, shape)
 
 
-def program_of(
+def step_program(
     config: SMPConfig,
-    surroundings: DryRunInput,
+    inputs: DryRunInput,
     found: DryRun,
     costs: Costs,
     shape: MeshShape,
@@ -129,7 +129,7 @@ def program_of(
 
     Args:
         config: All options.
-        surroundings: Module and its optimizers.
+        inputs: Module and its optimizers.
         found: Result of the dry run.
         costs: Costs of its calls.
         shape: Number of stages, and of ranks that share a stage's tensors.
@@ -137,20 +137,20 @@ def program_of(
     """
     spreading = ShardingOf.of(config, shape)
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
-    halves = surroundings.calls.halves
+    mixed_precision = inputs.calls.mixed_precision
     holdings = holdings_of(
-        surroundings.module,
-        surroundings.units,
+        inputs.module,
+        inputs.units,
         spreading,
-        optimizers=surroundings.optimizers,
-        use_dtypes={} if halves is None else halves.dtypes_in(surroundings.module),
+        optimizers=inputs.optimizers,
+        use_dtypes={} if mixed_precision is None else mixed_precision.dtypes_in(inputs.module),
         used_by_glue=found.used_by_glue,
         calls=calls,
     )
     if config.activation_checkpointing == "auto" and None in limits:
         raise ConfigError(
             "`activation_checkpointing=auto` computes again what `memory_limit` makes necessary, but there is no limit "
-            f"on a {surroundings.device.type}. Set `memory_limit`, or name the units (`all`, or patterns)."
+            f"on a {inputs.device.type}. Set `memory_limit`, or name the units (`all`, or patterns)."
         )
     if found.trace is None:
         events, work = chain_of({name: held.parameter for name, held in holdings.whole.items()})

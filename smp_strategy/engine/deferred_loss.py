@@ -18,7 +18,7 @@ from torch import Tensor
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.barriers import PausedStep
 
-__all__ = ["BackwardRequest", "ForwardStep", "program_of"]
+__all__ = ["BackwardRequest", "ForwardStep", "deferring_loss"]
 
 Gradients = Sequence[Tensor | None]
 """Gradients of the leaves of one microbatch's outputs."""
@@ -36,19 +36,21 @@ class BackwardRequest(NamedTuple):
     """Whether no other backward follows."""
 
 
-def program_of(step: Callable[[Any], Any], once: Once, share: Callable[[list[Any]], Any]) -> Callable[[Any], None]:
+def deferring_loss(
+    step: Callable[[Any], Any], once: Once, make_real: Callable[[list[Any]], Any]
+) -> Callable[[Any], None]:
     """``step`` for a microbatch with its number, which then waits for the gradients of its outputs.
 
     Args:
         step: User's code.
         once: Stops at a barrier.
-        share: Makes the outputs of all microbatches real.
+        make_real: Makes the outputs of all microbatches real.
     """
 
     def run(numbered: tuple[int, Any]) -> None:
         number, microbatch = numbered
         output = step(microbatch)
-        asked: BackwardRequest | None = once("the caller of the model", share, output)
+        asked: BackwardRequest | None = once("the caller of the model", make_real, output)
         while asked is not None:
             once("`backward`", asked.backward, _loss(output, asked.gradients[number]))
             asked = None if asked.is_last else once("the caller of the model", lambda values: None, None)

@@ -64,7 +64,7 @@ class DryRunInput:
     units: Sequence[Unit]
     calls: UnitCalls
     """Interception of unit calls."""
-    oracle: ShapeInference
+    shape_inference: ShapeInference
     """Predicts results and caches the predictions."""
     device: torch.device
     """Device on which the step will run."""
@@ -80,7 +80,7 @@ def dry_run(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    surroundings: DryRunInput,
+    inputs: DryRunInput,
 ) -> DryRun:
     """Trace ``step`` in a dry run; if it reads values, in a run that computes.
 
@@ -88,17 +88,17 @@ def dry_run(
         step: User's code for one microbatch.
         microbatch: Its input.
         loss_of: Picks the loss out of its result; ``None`` for a forward-only step.
-        surroundings: Module and environment.
+        inputs: Module and environment.
 
     Raises:
         UnsupportedError: the glue changes tensors of units in place, or reads values of a module without any.
     """
-    has_values = not any(parameter.is_meta for parameter in surroundings.module.parameters())
+    has_values = not any(parameter.is_meta for parameter in inputs.module.parameters())
     for computes in (False, True) if has_values else (False,):
         try:
             # Gradients are enabled for a validation step, too: the partition must account for the memory of training.
             with torch.inference_mode(False), torch.enable_grad():
-                return _survey(step, microbatch, loss_of, surroundings, computes=computes)
+                return _survey(step, microbatch, loss_of, inputs, computes=computes)
         except ValueNeededError as error:
             if not has_values:
                 raise UnsupportedError(
@@ -111,7 +111,7 @@ def dry_run(
 
 
 def run_for_real(
-    step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, surroundings: DryRunInput
+    step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, inputs: DryRunInput
 ) -> None:
     """Run ``step`` once with values and undo its changes, for callers that observe it. The module is still full.
 
@@ -119,31 +119,31 @@ def run_for_real(
         step: User's code for one microbatch.
         microbatch: Its input.
         loss_of: Picks the loss out of its result.
-        surroundings: Module and environment.
+        inputs: Module and environment.
     """
     # Layers are about to be split and will return other metadata, so predictions made here must not be cached.
-    own = replace(surroundings, oracle=ShapeInference(surroundings.device))
+    own = replace(inputs, shape_inference=ShapeInference(inputs.device))
     with torch.inference_mode(False):
         _survey(step, microbatch, loss_of, own, computes=True)
 
 
-def look_for_exposed(step: Step, microbatch: Any, surroundings: DryRunInput, *, has_values: bool = False) -> DryRun:
+def look_for_exposed(step: Step, microbatch: Any, inputs: DryRunInput, *, has_values: bool = False) -> DryRun:
     """Dry run of a later kind of step, which may read attributes of units that the first one has not read.
 
     Args:
         step: User's code for one microbatch.
         microbatch: Its input.
-        surroundings: Module and environment.
+        inputs: Module and environment.
         has_values: Whether all units can still run here.
     """
     try:
-        return _survey(step, microbatch, None, surroundings, computes=False)
+        return _survey(step, microbatch, None, inputs, computes=False)
     except ValueNeededError:
         if has_values:
-            return _survey(step, microbatch, None, surroundings, computes=True)
+            return _survey(step, microbatch, None, inputs, computes=True)
         # Reads cannot be observed without values. Only attributes with a gradient can matter, so expose all of them.
-        surroundings.calls.leftovers.use_all_with_gradient()
-        surroundings.calls.expose()
+        inputs.calls.exposed.use_all_with_gradient()
+        inputs.calls.expose()
         return DryRun(None, ())
 
 
@@ -151,29 +151,29 @@ def _survey(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    surroundings: DryRunInput,
+    inputs: DryRunInput,
     *,
     computes: bool,
 ) -> DryRun:
     """Dry run of ``step``, repeated until it finds no more exposed attributes."""
-    module, units, calls = surroundings.module, surroundings.units, surroundings.calls
-    leftovers, before, device = calls.leftovers, calls.runtime, surroundings.device
+    module, units, calls = inputs.module, inputs.units, inputs.calls
+    exposed, before, device = calls.exposed, calls.runtime, inputs.device
     inside = {id(part) for unit in units for part in unit.module.modules()}
-    leftovers.around = reached_by_hooks([part for unit in units for part in unit.module.modules()])
-    leftovers.above = {name: part for name, part in module.named_modules() if id(part) not in inside}
+    exposed.around = reached_by_hooks([part for unit in units for part in unit.module.modules()])
+    exposed.above = {name: part for name, part in module.named_modules() if id(part) not in inside}
     stage = Stage(
         number=0 if computes else -1,
         stage_of={unit.name: 0 for unit in units},
         num_stages=1,
-        oracle=surroundings.oracle,
+        shape_inference=inputs.shape_inference,
         transport=None,
         device=device,
-        leftovers=leftovers,
-        replicas=surroundings.replicas,
+        exposed=exposed,
+        replicas=inputs.replicas,
     )
-    uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
+    uses = GlueUses(units, lambda: runtime.running_unit, exposed)
     log = CallLog(device.type)
-    private = MicrobatchState(list(leftovers.above.values()), [unit.module for unit in units], switches=calls.switches)
+    private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
 
     def called(callee: Callee, args: Any, kwargs: Any) -> None:
         log.note(callee, args, kwargs)
@@ -182,23 +182,23 @@ def _survey(
     runtime = calls.runtime = Runtime(stage, told=uses.note, called=called, written=private.touch)
     try:
         while True:
-            leftovers.next_round()
+            exposed.next_round()
             log.calls.clear()
             try:
-                with undone(step, surroundings, computes=computes), uses:
+                with undone(step, inputs, computes=computes), uses:
                     with private.learning(step):
                         trace = survey(runtime, step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
-                    if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
+                    if inputs.num_microbatches > 1 and not computes and not exposed.has_news:
                         _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
             except Exception:
-                if not leftovers.has_news:
+                if not exposed.has_news:
                     raise
-            if not leftovers.has_news:
+            if not exposed.has_news:
                 return DryRun(trace, tuple(uses.found.values()), calls_made)
             calls.expose()
     finally:
-        leftovers.let_go()
+        exposed.let_go()
         runtime.close()
         calls.runtime = before
 
@@ -230,21 +230,21 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def undone(step: Step, surroundings: DryRunInput, *, computes: bool) -> Iterator[None]:
+def undone(step: Step, inputs: DryRunInput, *, computes: bool) -> Iterator[None]:
     """Context in which ``step`` leaves no trace: it draws from random streams of its own, and its changes are undone.
 
     Args:
         step: User's code.
-        surroundings: Module and environment.
+        inputs: Module and environment.
         computes: Whether units compute.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
     """
-    module = surroundings.module
+    module = inputs.module
     with (
-        seeded(0, surroundings.device),
-        _untouched(module, surroundings.units, computes),
+        seeded(0, inputs.device),
+        _untouched(module, inputs.units, computes),
         variables_restored(module.modules(), step),
     ):
         yield

@@ -148,7 +148,7 @@ class Engine:
         return self.layout.costs
 
     @property
-    def share(self) -> LocalModel:
+    def local_model(self) -> LocalModel:
         """This rank's part of the module; exists from the first step on."""
         return self._parts.spread
 
@@ -221,8 +221,8 @@ class Engine:
         """
         self._calls.give_back()
         self._parts.late.give_optimizers()
-        if not failed and self._parts.share is not None:
-            self._parts.share.restore(self.config.restore_module)
+        if not failed and self._parts.local_model is not None:
+            self._parts.local_model.restore(self.config.restore_module)
 
     @property
     def is_spread(self) -> bool:
@@ -236,8 +236,8 @@ class Engine:
 
     def restore_everywhere(self) -> None:
         """Give every rank the whole module, whatever the options say. Collective."""
-        if self._parts.share is not None:
-            self._parts.share.restore("all")
+        if self._parts.local_model is not None:
+            self._parts.local_model.restore("all")
 
     # The first step
 
@@ -251,14 +251,14 @@ class Engine:
             if is_new:
                 self.layout.refuse_rescaled()
                 self.layout.warn_of_fewer(len(microbatches))
-        if self._calls.halves is not None:
-            self._calls.halves.refresh()
+        if self._calls.mixed_precision is not None:
+            self._calls.mixed_precision.refresh()
         if self._calls.runtime is None:
             self._spread(FirstStep(kind, step, microbatches, loss_of))
-        needs_look = self._parts.module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        needs_look = self._parts.module.training or self.layout.needs_look or not self._calls.exposed.is_empty
         new = FirstStep(kind, step, microbatches)
         if was_surveyed and is_new and needs_look:
-            self.share.settle()
+            self.local_model.settle()
             self.layout.look(new, self._parts.optimizers)
         if is_new:
             self.layout.rehearse(new, self._parts.optimizers, self._keep_shared)
@@ -272,7 +272,7 @@ class Engine:
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
-            self.share.settle()
+            self.local_model.settle()
             self.layout.look(first, self._parts.optimizers)
 
     def _spread(self, first: FirstStep) -> None:
@@ -283,15 +283,15 @@ class Engine:
         layout.decide(first, self._parts.optimizers)
         if copies:
             self._parts.late.give_whole(self._parts.delayed)
-        share = self._parts.share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
-        share.take_optimizers(self._parts.optimizers)
-        self._parts.late.load(share.holdings)
-        self.manual.begin(share.parameters, share.reduction, share.sharded)
+        local_model = self._parts.local_model = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
+        local_model.take_optimizers(self._parts.optimizers)
+        self._parts.late.load(local_model.holdings)
+        self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
         transport = layout.transport(self._parts.timeout)
-        share.show_in(self.views, transport, lambda: self._parts.optimizers)
-        if self._calls.halves is not None:
-            self._calls.halves.keep(share.whole_parameters)
-        self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
+        local_model.show_in(self.views, transport, lambda: self._parts.optimizers)
+        if self._calls.mixed_precision is not None:
+            self._calls.mixed_precision.keep(local_model.whole_parameters)
+        self._calls.runtime = layout.runtime(local_model, transport, self._keep_shared)
 
     # Every step
 
@@ -322,10 +322,10 @@ class Engine:
         job = self._training_job(step, sizes, loss_of)
         job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
-        with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
+        with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
             job = replace(job, weights=scaled, around_last=backward.around_last)
             run = self._run("train", job, microbatches)
-        reduction = self.share.reduction
+        reduction = self.local_model.reduction
         outputs = put_together(run.outputs)
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
@@ -364,7 +364,7 @@ class Engine:
         seed = derive_seed(
             self._parts.seed, self.mesh.dp_rank, self._parts.num_steps, EVALUATION, self._parts.num_evaluations
         )
-        with self.share.evaluating():
+        with self.local_model.evaluating():
             run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -390,7 +390,7 @@ class Engine:
         return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
 
     def _in_precision(self, step: Step) -> Step:
-        return step if self._calls.halves is None else self._calls.halves.around_step(step)
+        return step if self._calls.mixed_precision is None else self._calls.mixed_precision.around_step(step)
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
@@ -430,30 +430,30 @@ class Engine:
         Collective over all ranks; each learns whether any gradient on any rank has overflowed.
         """
         with self.views.put_aside():
-            return self.share.unscale(optimizer, scale)
+            return self.local_model.unscale(optimizer, scale)
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`."""
-        if self._parts.share is not None:
-            self._parts.share.begin_update(optimizer)
+        if self._parts.local_model is not None:
+            self._parts.local_model.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""
-        if self._parts.share is not None:
-            self._parts.share.end_update(optimizer)
-        if self._calls.halves is not None:
-            self._calls.halves.refresh()
+        if self._parts.local_model is not None:
+            self._parts.local_model.end_update(optimizer)
+        if self._calls.mixed_precision is not None:
+            self._calls.mixed_precision.refresh()
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
         """Context in which ``optimizer`` changes weights without a step: it sees those that it updates. Collective."""
-        if self._parts.share is None:
+        if self._parts.local_model is None:
             yield
             return
-        with self.views.put_aside(), self._parts.share.changing_weights(optimizer):
+        with self.views.put_aside(), self._parts.local_model.changing_weights(optimizer):
             yield
-        if self._calls.halves is not None:
-            self._calls.halves.refresh()
+        if self._calls.mixed_precision is not None:
+            self._calls.mixed_precision.refresh()
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on every rank.
@@ -464,7 +464,7 @@ class Engine:
             norm_type: order of the norm.
         """
         with self.views.put_aside():
-            return self.share.clip_grad_norm_(list(parameters), max_norm, norm_type)
+            return self.local_model.clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
         """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them.
@@ -477,7 +477,7 @@ class Engine:
         if not self.is_spread:
             with self.views.states.shown():
                 return hook()
-        self.share.settle()
+        self.local_model.settle()
         self._calls.in_hook = True
         try:
             with self.layout.in_hook():
@@ -490,9 +490,9 @@ class Engine:
         attached.forget(self)
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups
-        if self._parts.share is not None:
-            self._parts.share.close()
-        self._parts.share = None
+        if self._parts.local_model is not None:
+            self._parts.local_model.close()
+        self._parts.local_model = None
         if self._parts.known_layout is not None:
             self._parts.known_layout.close()
         if self._parts.known_mesh is not None:

@@ -42,7 +42,7 @@ class EngineParts:
         late: state that waits for the first step.
         delayed: tensors on the meta device; exists once a module is attached.
         known_mesh, known_layout: ``None`` before a module is attached.
-        share: this rank's part of the module; ``None`` before the first step.
+        local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
         seed, num_steps, num_evaluations: where random streams are.
     """
@@ -60,7 +60,7 @@ class EngineParts:
         self.late = PendingState()
         self.known_mesh: ProcessMesh | None = None
         self.known_layout: Parallelizer | None = None
-        self.share: LocalModel | None = None
+        self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
         self.seed = self.num_steps = self.num_evaluations = 0
 
@@ -86,17 +86,17 @@ class EngineParts:
     @property
     def spread(self) -> LocalModel:
         """This rank's part of the module; exists from the first step on."""
-        if self.share is None:
+        if self.local_model is None:
             raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
-        return self.share
+        return self.local_model
 
     @property
     def is_spread(self) -> bool:
         """Whether ranks lack values of the module."""
-        return self.share is not None and self.share.whole_on != "all"
+        return self.local_model is not None and self.local_model.whole_on != "all"
 
     def reduce_gradients(self) -> None:
         """Sum up over stages, and average over replicas, gradients added since the last time. Collective."""
-        if self.share is not None:
+        if self.local_model is not None:
             with self.views.put_aside():
-                self.share.reduction.reduce()
+                self.local_model.reduction.reduce()

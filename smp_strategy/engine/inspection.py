@@ -77,8 +77,8 @@ class Inspection:
         assert self._parts.module is not None
         spread = self._parts.spread.sharded if self._parts.is_spread else None
         with self._parts.views.put_aside():
-            halves = self._parts.calls.halves
-            copies = 0 if halves is None else halves.held_bytes
+            mixed_precision = self._parts.calls.mixed_precision
+            copies = 0 if mixed_precision is None else mixed_precision.held_bytes
             return memory_report(
                 self._parts.module,
                 self._parts.optimizers,

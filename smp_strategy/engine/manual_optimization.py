@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.engine.deferred_loss import ForwardStep, program_of
+from smp_strategy.engine.deferred_loss import ForwardStep, deferring_loss
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.barriers import Barrier
@@ -148,7 +148,7 @@ class ManualSteps:
         """Run a step forward and pause it until its backward. Its losses are not weighted."""
         runtime, sharded = self._calls.runtime, self._sharded
         assert runtime is not None
-        program = program_of(job.step, self._once_in_step, runtime.make_real)
+        program = deferring_loss(job.step, self._once_in_step, runtime.make_real)
         job = replace(job, step=program, weights=[1.0] * len(microbatches))
         if sharded is not None:
             sharded.begin_pass()

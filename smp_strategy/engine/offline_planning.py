@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
-from smp_strategy.engine.decide import partition_of, program_of, relief_of
+from smp_strategy.engine.decide import partition_of, relief_of, step_program
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
 from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
 from smp_strategy.engine.unit_calls import UnitCalls
@@ -109,34 +109,39 @@ def trace_program(
     shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
     units = choose_placed_units(config, module, num_stages)
     calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
-    if calls.halves is not None:
-        step = calls.halves.around_step(step)
-    surroundings = DryRunInput(
-        module=module, units=units, calls=calls, oracle=ShapeInference(device), device=device, optimizers=optimizers
+    if calls.mixed_precision is not None:
+        step = calls.mixed_precision.around_step(step)
+    inputs = DryRunInput(
+        module=module,
+        units=units,
+        calls=calls,
+        shape_inference=ShapeInference(device),
+        device=device,
+        optimizers=optimizers,
     )
     microbatch = pytree.tree_map(_real, microbatch)
     precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
-    with precision, _split(config, surroundings, step, microbatch, loss_of):
+    with precision, _split(config, inputs, step, microbatch, loss_of):
         calls.intercept(units)
         try:
             found = DryRun(None, ())
             if not config.skip_tracing:
                 with _glue_in_memory(module, units, device):
-                    found = dry_run(step, microbatch, loss_of, surroundings)
+                    found = dry_run(step, microbatch, loss_of, inputs)
             machine = Machine.nominal(machine) if isinstance(machine, str) else machine
             costs = find_costs(config, device, found.calls, found.trace, shape, machine)
         finally:
             calls.give_back()
         chosen = choose(config, module, units).units
-        costs = replace(costs, relief=relief_of(config, surroundings, costs.machine, chosen))
+        costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen))
         limits = config.memory_limits(num_stages) or (None,) * num_stages
-        return program_of(config, surroundings, found, costs, shape, limits)
+        return step_program(config, inputs, found, costs, shape, limits)
 
 
 @contextmanager
 def _split(
     config: SMPConfig,
-    surroundings: DryRunInput,
+    inputs: DryRunInput,
     step: Callable[[Any], Any],
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None],
@@ -145,15 +150,15 @@ def _split(
     if config.tensor_parallel_degree == 1:
         yield
         return
-    parameters = list(surroundings.module.parameters())
+    parameters = list(inputs.module.parameters())
     before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
     split = split_layers(
-        surroundings.module,
+        inputs.module,
         TensorGroup(None, rank=0, size=config.tensor_parallel_degree),
         patterns=config.tensor_parallel,
         strict=config.tensor_parallel_strict,
         stream_dim=config.stream_dim,
-        run_step=lambda: _run(step, microbatch, loss_of, surroundings),
+        run_step=lambda: _run(step, microbatch, loss_of, inputs),
     )
     try:
         yield
@@ -166,22 +171,22 @@ def _split(
 
 
 def _run(
-    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: DryRunInput
+    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], inputs: DryRunInput
 ) -> None:
     """Run the step for a caller that observes it."""
-    module = surroundings.module
+    module = inputs.module
     without_values = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
     if without_values:
         # Free, as nothing is computed. A step that fails reads values, or has some on another device: zeros serve it.
         with suppress(Exception), torch.device("meta"), Snapshot(modules=module.modules()):
             step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
             return
-    surroundings.calls.intercept(surroundings.units)
+    inputs.calls.intercept(inputs.units)
     try:
-        with zero_values(without_values, surroundings.device):
-            run_for_real(step, microbatch, loss_of, surroundings)
+        with zero_values(without_values, inputs.device):
+            run_for_real(step, microbatch, loss_of, inputs)
     finally:
-        surroundings.calls.give_back()
+        inputs.calls.give_back()
 
 
 def _real(leaf: Any) -> Any:

@@ -122,7 +122,7 @@ class Parallelizer:
         self._num_parameters = num_parameters_of(units)
         self._recomputed = choose(config, module, units)
         self.treatments = self._recomputed.units
-        self._oracle = ShapeInference(delayed.device)
+        self._shape_inference = ShapeInference(delayed.device)
         self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
         self._split: SplitLayerSet | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
@@ -179,13 +179,13 @@ class Parallelizer:
             self._has_counted = True
             self._report(render_batch(num_samples, self._mesh.shape))
 
-    def surroundings(self, optimizers: Sequence[Optimizer]) -> DryRunInput:
+    def dry_run_input(self, optimizers: Sequence[Optimizer]) -> DryRunInput:
         """Module and environment of dry runs."""
         return DryRunInput(
             module=self._module,
             units=self._units,
             calls=self._calls,
-            oracle=self._oracle,
+            shape_inference=self._shape_inference,
             device=self._delayed.device,
             optimizers=optimizers,
             num_microbatches=self._config.num_microbatches(self._mesh.pp) if self._mesh.pp > 1 else 1,
@@ -209,7 +209,7 @@ class Parallelizer:
         with heads_explained(self._config.tensor_parallel or {}):
             self.partition, found, self.costs = decide(
                 config,
-                self.surroundings(optimizers),
+                self.dry_run_input(optimizers),
                 self._mesh.shape,
                 first=(first.step, first.microbatches[0], first.loss_of),
                 given=self._given,
@@ -237,7 +237,7 @@ class Parallelizer:
             self._calls.intercept(self._units)
             try:
                 with self._delayed.pretending():
-                    run_for_real(first.step, first.microbatches[0], first.loss_of, self.surroundings(optimizers))
+                    run_for_real(first.step, first.microbatches[0], first.loss_of, self.dry_run_input(optimizers))
             finally:
                 self._calls.give_back()
 
@@ -282,10 +282,10 @@ class Parallelizer:
         """
         self._refuse_new_hooks()
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
-        surroundings = self.surroundings(optimizers)
+        inputs = self.dry_run_input(optimizers)
 
         def run_step() -> tuple[Tensor, ...]:
-            return look_for_exposed(kind.step, kind.microbatches[0], surroundings, has_values=has_values).used_by_glue
+            return look_for_exposed(kind.step, kind.microbatches[0], inputs, has_values=has_values).used_by_glue
 
         cuts = {} if self._split is None else self._split.cuts
         used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
@@ -311,15 +311,15 @@ class Parallelizer:
             keep_shared: Modules whose attributes accumulate over microbatches.
         """
         assert self.partition is not None
-        surroundings = self.surroundings(optimizers)
+        inputs = self.dry_run_input(optimizers)
         # In manual steps microbatches run one after the other from barrier to barrier anyway.
-        if self._config.skip_tracing or surroundings.num_microbatches == 1 or kind.kind == "manual":
+        if self._config.skip_tracing or inputs.num_microbatches == 1 or kind.kind == "manual":
             return
         glue, units = self._glue_and_units(keep_shared)
         rule = Rehearsals(
             step=kind.step,
             microbatch=kind.microbatches[0],
-            surroundings=surroundings,
+            inputs=inputs,
             stage_of=self.partition.stage_of,
             num_stages=self._mesh.pp,
             private_state=lambda: self._private_state(glue, units),
@@ -356,7 +356,7 @@ class Parallelizer:
             UnsupportedError: a unit writes to a weight that is gathered for each use, of which a rank keeps only its
                 shard of the earlier values.
         """
-        rewritten = sorted(self._oracle.rewritten)
+        rewritten = sorted(self._shape_inference.rewritten)
         if rewritten and self._mesh.shard_group is not None:
             raise UnsupportedError(
                 f"`{rewritten[0]}`{f' and {len(rewritten) - 1} more' * (len(rewritten) > 1)} is written to by its own "
@@ -412,11 +412,13 @@ class Parallelizer:
         """Point-to-point transport between the stages; ``None`` if there is a single one."""
         return Transport(self._mesh.stage_ranks, self._mesh.pp_group, timeout) if self._mesh.pp > 1 else None
 
-    def runtime(self, share: LocalModel, transport: Transport | None, keep_shared: Iterable[nn.Module]) -> Runtime:
+    def runtime(
+        self, local_model: LocalModel, transport: Transport | None, keep_shared: Iterable[nn.Module]
+    ) -> Runtime:
         """Runtime that executes the user's code on this rank's stage.
 
         Args:
-            share: Local model.
+            local_model: Local model.
             transport: See :meth:`transport`.
             keep_shared: Modules whose attributes accumulate over microbatches.
         """
@@ -427,12 +429,12 @@ class Parallelizer:
             number=self._mesh.stage,
             stage_of=self.partition.stage_of,
             num_stages=self._mesh.pp,
-            oracle=self._oracle,
+            shape_inference=self._shape_inference,
             transport=transport,
             device=self._delayed.device,
-            with_weights=share.with_weights,
+            with_weights=local_model.with_weights,
             activations=activations,
-            reads_refused=share.reads_refused,
+            reads_refused=local_model.reads_refused,
             replicas=replicas_of(self._mesh),
             agree=self._agree,
         )

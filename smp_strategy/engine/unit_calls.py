@@ -41,22 +41,22 @@ class UnitCalls:
     """Intercepted units of a model, with the runtime that answers their calls.
 
     Args:
-        halves: Mixed precision of units; ``None``: there is none.
+        mixed_precision: Mixed precision of units; ``None``: there is none.
 
     Attributes:
         runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
-        leftovers: Exposed attributes of units, and their uses.
+        exposed: Exposed attributes of units, and their uses.
         switches: Plain values that steps change, as far as known.
-        halves: As given.
+        mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
         in_hook: Whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
-    def __init__(self, halves: MixedPrecision | None = None) -> None:
+    def __init__(self, mixed_precision: MixedPrecision | None = None) -> None:
         self.runtime: Runtime | None = None
-        self.leftovers = ExposedAttributes()
+        self.exposed = ExposedAttributes()
         self.switches = Switches()
-        self.halves = halves
+        self.mixed_precision = mixed_precision
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
         self._parts: SubmoduleCalls | None = None
@@ -110,8 +110,8 @@ class UnitCalls:
         self._callees.clear()
         self._forwards.clear()
         self._weight_hooks.clear()
-        if self.halves is not None:
-            self.halves.let_go()
+        if self.mixed_precision is not None:
+            self.mixed_precision.let_go()
 
     def close(self) -> None:
         """Close the runtime's threads, and stop watching collectives."""
@@ -124,9 +124,9 @@ class UnitCalls:
     def _intercept(self, unit: Unit) -> None:
         hooks = self._weight_hooks[unit.name] = hide_weight_hooks(unit.module)
         original = self._forwards[unit.name] = with_weight_hooks(unit.module, unit.module.forward, hooks)
-        exposed = tuple(self.leftovers.found.get(unit.name, {}).values())
+        exposed = tuple(self.exposed.found.get(unit.name, {}).values())
         runs = self._in_its_precision(unit.module, original)
-        dtypes = None if self.halves is None else self.halves.dtypes_in
+        dtypes = None if self.mixed_precision is None else self.mixed_precision.dtypes_in
         self._callees[unit.name] = Callee(unit.name, runs, unit.module, exposed=exposed, dtypes=dtypes)
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
@@ -163,13 +163,13 @@ class UnitCalls:
 
     def expose(self) -> None:
         """Make exposed attributes of units a part of what their calls return."""
-        for name, places in self.leftovers.found.items():
+        for name, places in self.exposed.found.items():
             self._callees[name] = dataclasses.replace(self._callees[name], exposed=tuple(places.values()))
 
     @property
     def exposed_parts(self) -> list[nn.Module]:
         """Submodules of units that have exposed attributes."""
-        return [each.part for places in self.leftovers.found.values() for each in places.values()]
+        return [each.part for places in self.exposed.found.values() for each in places.values()]
 
     def compile(self, name: str) -> None:
         """Run the unit ``name`` through ``torch.compile`` from now on."""
@@ -179,7 +179,7 @@ class UnitCalls:
         self._callees[name] = dataclasses.replace(callee, compiled=compiled)
 
     def _in_its_precision(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if self.halves is None else self.halves.around(unit, function)
+        return function if self.mixed_precision is None else self.mixed_precision.around(unit, function)
 
 
 def _holds(unit: nn.Module, part: nn.Module) -> bool:

@@ -8,7 +8,7 @@ placed_ops           Tables of its operations that read values, and of those tha
 interpreter          Each call in four moves: predict, record and route, exchange, run.
 outcome              Check of a call's result against its prediction.
 routing              Rule that places events on stages; [Note: segments].
-record               Program trace of a microbatch; [Note: following a record].
+program_trace        Events of a microbatch, with their stages; [Note: following a trace].
 local_graph          Real tensors of a microbatch on a stage, cut at segment borders.
 segments             Imports and exports at the cuts of the autograd graph.
 backward             Backward of a microbatch, segment by segment.

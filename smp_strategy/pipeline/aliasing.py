@@ -14,17 +14,17 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import check_tensor
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
-from smp_strategy.pipeline.record import ProgramTrace
+from smp_strategy.pipeline.program_trace import ProgramTrace
 
 __all__ = ["follow_change", "place_plain"]
 
 
-def follow_change(tensor: PlacedTensor, record: ProgramTrace, stage: int) -> None:
+def follow_change(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int) -> None:
     """Bring ``tensor`` up to date after a change that was made through a view.
 
     Args:
         tensor: placed tensor that is out of date.
-        record: trace of its program.
+        program_trace: trace of its program.
         stage: this rank's stage.
 
     Raises:
@@ -41,9 +41,9 @@ def follow_change(tensor: PlacedTensor, record: ProgramTrace, stage: int) -> Non
     spec = tensor.spec
     if family == tensor.family:
         spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
-    value = record.value(spec)
+    value = program_trace.value(spec)
     inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
-    placement = record.place(Event("op", "alias", inputs, (value,)))
+    placement = program_trace.place(Event("op", "alias", inputs, (value,)))
     assert not placement.moves, "views and their base are on one stage"
     tensor.refresh(value, spec)
     if where.stage == stage:
@@ -54,21 +54,21 @@ def follow_change(tensor: PlacedTensor, record: ProgramTrace, stage: int) -> Non
 
 
 def place_plain(
-    tensor: Tensor, interpreter: Interpreter, record: ProgramTrace, graph: LocalGraph, *, computes: bool
+    tensor: Tensor, interpreter: Interpreter, program_trace: ProgramTrace, graph: LocalGraph, *, computes: bool
 ) -> PlacedTensor:
     """Turn a plain tensor, which all stages hold and an operation is about to change, into a placed one.
 
     Args:
         tensor: plain tensor; becomes the placed tensor itself, since the user refers to it.
         interpreter: interpreter of the program.
-        record: trace of the program.
+        program_trace: trace of the program.
         graph: real tensors of the microbatch on this stage.
         computes: whether this stage has values; false in a dry run.
     """
     spec = TensorSpec.of(tensor)
     # An alias: the tensor itself is about to become something else.
     real = graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
-    value, home = record.given(spec, range(record.num_stages))
+    value, home = program_trace.given(spec, range(program_trace.num_stages))
     placed = PlacedTensor.from_plain(tensor, interpreter, value, spec, home)
     if computes:
         placed.origin = placed.current = (graph.current, real)

@@ -11,7 +11,7 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_change
 from smp_strategy.pipeline.kept_tensors import AdoptedTensors
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor, number_of
-from smp_strategy.pipeline.record import ProgramTrace
+from smp_strategy.pipeline.program_trace import ProgramTrace
 
 __all__ = ["CallArguments"]
 
@@ -22,18 +22,18 @@ class CallArguments:
 
     Args:
         interpreter: interpreter of the program.
-        record: trace of the program.
+        program_trace: trace of the program.
         stage: this rank's stage.
-        leftovers: attributes that units set, if the program is a survey; else ``None``.
+        exposed: attributes that units set, if the program is a survey; else ``None``.
     """
 
     def __init__(
-        self, interpreter: Interpreter, record: ProgramTrace, stage: int, leftovers: ExposedAttributes | None
+        self, interpreter: Interpreter, program_trace: ProgramTrace, stage: int, exposed: ExposedAttributes | None
     ) -> None:
         self._interpreter = interpreter
-        self._record = record
+        self._program_trace = program_trace
         self._stage = stage
-        self._leftovers = leftovers
+        self._exposed = exposed
         self._adopted = AdoptedTensors()
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
 
@@ -51,7 +51,7 @@ class CallArguments:
                     leaf = leaves[position] = self._adopted.adopted(leaf, self._interpreter) if known is None else known
                 if isinstance(leaf, PlacedTensor):
                     if leaf.version != leaf.memory.version:
-                        follow_change(leaf, self._record, self._stage)
+                        follow_change(leaf, self._program_trace, self._stage)
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue
@@ -81,6 +81,6 @@ class CallArguments:
 
     def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
         """Placed tensor for one that a unit has set as an attribute; the survey is repeated with it exposed."""
-        if self._leftovers is None or not self._leftovers.has_news:
+        if self._exposed is None or not self._exposed.has_news:
             raise left_behind()
         return self._interpreter.bring(TensorSpec.of(mark), [0], None)

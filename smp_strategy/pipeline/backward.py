@@ -62,7 +62,7 @@ class MicrobatchBackward:
         self._seeds: dict[int, list[tuple[GradientEdge, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
-        self._remote_uses = program.record.returning(loss_value)
+        self._remote_uses = program.program_trace.returning(loss_value)
         self._plant(loss, weight, stage == num_stages - 1)
         self._post_receives()
 
@@ -157,8 +157,8 @@ class MicrobatchBackward:
                     self._deferred[segment.index] = deferred
             else:
                 torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
-        for record in segment.imports:
-            self._return(record)
+        for imported in segment.imports:
+            self._return(imported)
         if split:
             # The deferred part holds the tensors that it needs; the rest of the graph is freed now.
             segment.exports.clear()
@@ -167,10 +167,10 @@ class MicrobatchBackward:
     def _waited_for(self, segment: Segment) -> set[Import]:
         """The imports of ``segment`` whose gradients are sent, or taken by an earlier segment."""
         of_glue = {use for export in self._program.graph.glue.exports.values() for use in export.uses}
-        return {record for record in segment.imports if record not in of_glue and self._is_wanted(record)}
+        return {imported for imported in segment.imports if imported not in of_glue and self._is_wanted(imported)}
 
-    def _is_wanted(self, record: Import) -> bool:
-        return record.source is None or (record.value, self._stage) in self._remote_uses
+    def _is_wanted(self, imported: Import) -> bool:
+        return imported.source is None or (imported.value, self._stage) in self._remote_uses
 
     def _gradient(self, export: Export) -> Tensor | None:
         """The sum of the gradients that the uses of ``export`` return; the latest use first, as autograd adds."""
@@ -188,13 +188,13 @@ class MicrobatchBackward:
                 total = part if total is None else total + part
         return total
 
-    def _return(self, record: Import) -> None:
+    def _return(self, imported: Import) -> None:
         """Send the gradient of a received value to where it came from; local ones are fetched by their export."""
-        source = record.source
-        if source is None or not self._is_wanted(record):
+        source = imported.source
+        if source is None or not self._is_wanted(imported):
             return
         assert self._transport is not None
-        gradient, record.grad = record.grad, None
+        gradient, imported.grad = imported.grad, None
         if gradient is None:
             # The value was an input of a unit that does not use it. The other stage cannot know that, and waits.
             gradient = torch.zeros(source.spec.size, dtype=source.spec.dtype, device=source.spec.device)

@@ -39,7 +39,7 @@ class ProgramDraws:
 
         Args:
             kind: kind of the call.
-            position: position of its event in the record.
+            position: position of its event in the trace.
         """
         if self._generators is not None:
             return None

@@ -35,18 +35,18 @@ class GlueUses(TorchFunctionMode):
     Args:
         units: units whose parameters and tables are noted.
         running_unit: returns the unit whose code is running, if any.
-        leftovers: attributes that units set; told which of them are used.
+        exposed: attributes that units set; told which of them are used.
 
     Attributes:
         found: the tensors noted, by id.
     """
 
     def __init__(
-        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], leftovers: ExposedAttributes
+        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], exposed: ExposedAttributes
     ) -> None:
         super().__init__()
         self._running_unit = running_unit
-        self._leftovers = leftovers
+        self._exposed = exposed
         self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
         self.found: dict[int, Tensor] = {}
 
@@ -58,12 +58,12 @@ class GlueUses(TorchFunctionMode):
             if unit is None:
                 self.note(used)
             else:
-                self._leftovers.refuse_use(unit, used)
+                self._exposed.refuse_use(unit, used)
         return func(*args, **kwargs)
 
     def note(self, arguments: Any) -> None:
         """Note the parameters and tables among ``arguments`` that the glue gives to an operation or to a unit."""
-        self._leftovers.use(arguments)
+        self._exposed.use(arguments)
         for leaf in leaves_of(arguments):
             if id(leaf) in self._meant:
                 self.found[id(leaf)] = leaf

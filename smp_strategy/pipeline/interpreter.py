@@ -47,7 +47,7 @@ from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.record import ProgramTrace
+from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
@@ -68,7 +68,7 @@ class MicrobatchInterpreter:
         seed: seed of its random streams; unused if ``generators`` are given.
         generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
         gate: gate at which it waits for earlier microbatches, if any.
-        record: trace of the calls that it makes.
+        program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
     """
 
@@ -80,14 +80,14 @@ class MicrobatchInterpreter:
         seed: int,
         generators: GlobalGenerators | None,
         gate: Gate | None,
-        record: ProgramTrace,
+        program_trace: ProgramTrace,
         graph: LocalGraph,
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
-        self.is_survey = context.leftovers is not None or context.rehearsal is not None
-        self._leftovers = context.leftovers
-        self.record = record
+        self.is_survey = context.exposed is not None or context.rehearsal is not None
+        self._exposed = context.exposed
+        self.program_trace = program_trace
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.closed = False
         # The running unit, for real or dry.
@@ -100,16 +100,16 @@ class MicrobatchInterpreter:
         self._gate = gate
         self._rehearsal = context.rehearsal
         self._stage = context.stage
-        self._oracle = context.oracle
+        self._shape_inference = context.shape_inference
         self._current = context.current
-        self._share = context.share
+        self._make_known = context.make_known
         self._with_weights = context.with_weights
         self._activations = context.activations
         self._reads_refused = context.reads_refused
-        self._arguments = CallArguments(self, record, context.stage, context.leftovers)
+        self._arguments = CallArguments(self, program_trace, context.stage, context.exposed)
         self._draws = ProgramDraws(context.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
-            context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
+            context.stage, program_trace, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
         )
         # Containers in objects that a dry run lends to units, with their contents before.
         self._lent: list[tuple[Any, Any]] = []
@@ -135,12 +135,12 @@ class MicrobatchInterpreter:
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
-        return self.record.home(tensor.value)
+        return self.program_trace.home(tensor.value)
 
     def check_current(self, tensor: PlacedTensor) -> None:
         """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
         if tensor.is_stale:
-            follow_change(tensor, self.record, self._stage)
+            follow_change(tensor, self.program_trace, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
         """Make a placed tensor for a tensor that exists already.
@@ -150,7 +150,7 @@ class MicrobatchInterpreter:
             stages: stages that hold it.
             tensor: the real tensor on these stages; ``None`` elsewhere.
         """
-        value, home = self.record.given(spec, stages)
+        value, home = self.program_trace.given(spec, stages)
         placed = PlacedTensor(self, value, spec, home)
         if tensor is not None:
             placed.origin = placed.current = (self.graph.current, tensor)
@@ -177,7 +177,7 @@ class MicrobatchInterpreter:
         if callee.exposed:
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
         if self._gate is not None:
-            self._gate.reach(len(self.record.events))
+            self._gate.reach(len(self.program_trace.events))
         return result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -187,11 +187,11 @@ class MicrobatchInterpreter:
             program = self._current.interpreter
             if program is not None:
                 return program.operation(name, function, args, kwargs)
-            return call_with_known(function, args, kwargs, self._share)
+            return call_with_known(function, args, kwargs, self._make_known)
         self._refuse_hidden(name)
         result = self._call("op", name, Callee(function, function), args, kwargs)
         if self._gate is not None:
-            self._gate.reach(len(self.record.events))
+            self._gate.reach(len(self.program_trace.events))
         return result
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ class MicrobatchInterpreter:
             program = self._current.interpreter
             if program is not None:
                 return program.read(name, function, args, kwargs)
-            return call_with_known(function, args, kwargs, self._share)
+            return call_with_known(function, args, kwargs, self._make_known)
         self._refuse_hidden(name)
         if not self.computes_here and self._rehearsal is None:
             raise ValueNeededError(name)
@@ -208,12 +208,12 @@ class MicrobatchInterpreter:
             raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._arguments.open(leaves)
-        self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
+        self._exchange(self.program_trace.place(Event("read", name, _values(placed), ())), placed)
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
         result = function(*args, **kwargs)
         if self._gate is not None:
-            self._gate.reach(len(self.record.events))
+            self._gate.reach(len(self.program_trace.events))
         return result
 
     def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
@@ -238,7 +238,7 @@ class MicrobatchInterpreter:
             return callee.function(*args, **kwargs)
         call = InterpretedCall(kind, name, callee, leaves, structure, placed)
         # [1] Predict. First by memory: most calls repeat one that was predicted before.
-        prediction = self._oracle.recall(callee, given, structure)
+        prediction = self._shape_inference.recall(callee, given, structure)
         if prediction is None:
             prediction = self._predict(call, given)
         if isinstance(prediction, Unpredictable):
@@ -248,16 +248,16 @@ class MicrobatchInterpreter:
             if plain and must_run_everywhere(name, leaves, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
             placed += [
-                place_plain(leaves[position], self, self.record, self.graph, computes=self.computes_here)
+                place_plain(leaves[position], self, self.program_trace, self.graph, computes=self.computes_here)
                 for position in plain
             ]
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
-        # [2] Record and route. Nothing may be sent before: the record refuses microbatches with too many moves.
-        event, placement = self.record.call(kind, name, _values(placed), prediction)
+        # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
+        event, placement = self.program_trace.call(kind, name, _values(placed), prediction)
         if self._rehearsal is not None:
-            self._rehearsal.note(self.microbatch, len(self.record.events), name, placement, leaves)
+            self._rehearsal.note(self.microbatch, len(self.program_trace.events), name, placement, leaves)
         # [3] Exchange. Here the coroutine may pause, and other microbatches run.
         if placement.moves:
             self._exchange(placement, placed)
@@ -275,7 +275,7 @@ class MicrobatchInterpreter:
             self._draws.count_operation()
         described = self._unpredictable.call(self, call)
         refuse_changed_plain(call.name, call.leaves, described.prediction)
-        values = described.complete(self.record)
+        values = described.complete(self.program_trace)
         return self._hand_out(call, described.prediction, described.segment, values, described.ran)
 
     def _hand_out(
@@ -315,10 +315,10 @@ class MicrobatchInterpreter:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function, module = call.callee.runs, call.callee.module
-        seeded = self._draws.seeded(call.kind, len(self.record.events)) if random else None
+        seeded = self._draws.seeded(call.kind, len(self.program_trace.events)) if random else None
         noting = NOTHING
-        if self._leftovers is not None and module is not None:
-            noting = self._leftovers.noting(call.name, module)
+        if self._exposed is not None and module is not None:
+            noting = self._exposed.noting(call.name, module)
         if call.kind == "unit" and module is not None:
             is_compiled = call.callee.compiled is not None
             about = UnitCall(call.name, module, self.microbatch, seeded, self._asked, changed, is_compiled)
@@ -336,10 +336,10 @@ class MicrobatchInterpreter:
             # Units that run on fake tensors may fill objects of the user (a cache, say): `close` undoes that.
             if not self.computes_here and call.kind == "unit":
                 self._lent += contents_of_objects(given)
-            if self.computes_here or self._leftovers is None or call.callee.module is None:
-                return self._oracle.predict(call.callee, given, call.structure)
-            with self._leftovers.unmarked(call.name, call.callee.module):
-                return self._oracle.predict(call.callee, given, call.structure, survey=self._leftovers)
+            if self.computes_here or self._exposed is None or call.callee.module is None:
+                return self._shape_inference.predict(call.callee, given, call.structure)
+            with self._exposed.unmarked(call.name, call.callee.module):
+                return self._shape_inference.predict(call.callee, given, call.structure, survey=self._exposed)
         finally:
             self.enclosing, self.is_predicting = None, False
 

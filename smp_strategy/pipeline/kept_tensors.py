@@ -66,20 +66,20 @@ class AdoptedTensors:
 
 
 def call_with_known(
-    function: Callable[..., Any], args: Any, kwargs: Any, share: Callable[[Sequence[PlacedTensor]], None]
+    function: Callable[..., Any], args: Any, kwargs: Any, make_known: Callable[[Sequence[PlacedTensor]], None]
 ) -> Any:
     """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
 
     Args:
         function: function of the user.
         args, kwargs: its arguments.
-        share: broadcasts the values of the tensors that it gets to every stage.
+        make_known: broadcasts the values of the tensors that it gets to every stage.
     """
     leaves, structure = flatten_call(args, kwargs)
     kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
     for tensor in kept:
         _refuse_survey(tensor)
-    share([tensor for tensor in kept if tensor.known is None])
+    make_known([tensor for tensor in kept if tensor.known is None])
     args, kwargs = unflatten_call([_known(leaf) for leaf in leaves], structure)
     return function(*args, **kwargs)
 

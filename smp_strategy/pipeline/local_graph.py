@@ -129,9 +129,9 @@ class LocalGraph:
         for move, tensor, receipt in waiting:
             real = receipt.wait()
             if tensor.spec.requires_grad:
-                record = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))
-                segment.imports.append(record)
-                real = enter(real, record)
+                imported = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))
+                segment.imports.append(imported)
+                real = enter(real, imported)
             tensor.origin = tensor.current = (segment.index, real)
 
     def _tag(self, move: Move) -> int:
@@ -150,10 +150,10 @@ class LocalGraph:
         return tensor
 
     def _enter(self, export: Export) -> Tensor:
-        record = Import(export.value, None)
-        export.uses.append(record)
-        self.segments[-1].imports.append(record)
-        return enter(export.tensor, record)
+        imported = Import(export.value, None)
+        export.uses.append(imported)
+        self.segments[-1].imports.append(imported)
+        return enter(export.tensor, imported)
 
 
 def _ended(receipts: Sequence[Receipt]) -> None:

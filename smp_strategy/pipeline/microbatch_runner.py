@@ -120,7 +120,7 @@ class MicrobatchRunner:
 
     def events_of_last(self) -> list[tuple[Event, Placement]]:
         """Events of the last microbatch, with their placements."""
-        return self._programs[-1].record.events
+        return self._programs[-1].program_trace.events
 
     def program_order(self) -> list[Action]:
         """Actions of a run without a plan: forward and backward of each microbatch in turn, all segments at once."""
@@ -289,12 +289,12 @@ class MicrobatchRunner:
         if finished and self.private is not None:
             self.private.end_of(number)
         if finished:
-            self._programs[number].record.end()
+            self._programs[number].program_trace.end()
             self._programs[number].graph.end()
             self.waiting.pop(number, None)
             if self.job.loss_of is not None:
                 self._begin_backward(number)
-        self.has_left_plan |= self._programs[number].record.left_plan
+        self.has_left_plan |= self._programs[number].program_trace.left_plan
         return finished
 
     def _begin_backward(self, number: int) -> None:

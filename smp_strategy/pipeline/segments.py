@@ -116,27 +116,27 @@ class _Enter(torch.autograd.Function):
     apply = vars(torch.autograd.Function)["apply"]
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], record: Import) -> Tensor:
-        ctx.record = record
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], imported: Import) -> Tensor:
+        ctx.imported = imported
         return make()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.record.grad = grads[0]
+        ctx.imported.grad = grads[0]
         return None, None, None
 
 
-def enter(tensor: Tensor, record: Import) -> Tensor:
-    """Return ``tensor`` without its history, as the start of a graph whose gradient is caught in ``record``."""
+def enter(tensor: Tensor, imported: Import) -> Tensor:
+    """Return ``tensor`` without its history, as the start of a graph whose gradient is caught in ``imported``."""
     with recording():
         # The only input of the Function that requires a gradient; without one autograd would record no node.
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
-        return _Enter.apply(anchor, tensor.detach, record)
+        return _Enter.apply(anchor, tensor.detach, imported)
 
 
 def import_at(node: Any) -> Import | None:
     """The import whose gradient is caught at ``node`` of the graph, if any."""
-    return node.record if type(node) is _Enter._backward_cls else None  # type: ignore[attr-defined]
+    return node.imported if type(node) is _Enter._backward_cls else None  # type: ignore[attr-defined]
 
 
 def cut_off(tensor: Tensor) -> Tensor:

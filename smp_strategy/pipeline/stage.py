@@ -17,7 +17,7 @@ from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.record import Latest, ProgramTrace
+from smp_strategy.pipeline.program_trace import Latest, ProgramTrace
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.results import begin_to_make_real
 from smp_strategy.pipeline.routing import Router
@@ -39,7 +39,7 @@ class Stage:
     """Stage of each unit, by qualified name."""
     num_stages: int
     """Number of stages."""
-    oracle: ShapeInference
+    shape_inference: ShapeInference
     """Shape inference for the results of calls."""
     transport: Transport | None
     """Transport of values between stages; ``None`` for a single stage."""
@@ -57,7 +57,7 @@ class Stage:
     """Returns whether a condition holds on all tensor-parallel ranks of this stage; collective over them."""
     latest: Latest = field(default_factory=Latest)
     """Holder of the trace that new programs follow."""
-    leftovers: ExposedAttributes | None = None
+    exposed: ExposedAttributes | None = None
     """Attributes that units set, in a survey; else ``None``."""
     rehearsal: Rehearsal | None = None
     """Rehearsal of the order of microbatches; ``None`` if programs do not rehearse."""
@@ -65,7 +65,7 @@ class Stage:
     @property
     def is_dry(self) -> bool:
         """Whether this is a dry run, whose results are thrown away."""
-        return self.leftovers is not None or self.rehearsal is not None
+        return self.exposed is not None or self.rehearsal is not None
 
     @cached_property
     def streams(self) -> Streams:
@@ -93,14 +93,14 @@ class Stage:
         """
         context = StageContext(
             stage=self.number,
-            oracle=self.oracle,
+            shape_inference=self.shape_inference,
             current=current or CurrentProgram(),
-            share=self.make_known,
+            make_known=self.make_known,
             streams=self.streams,
             with_weights=self.with_weights,
             activations=self.activations,
             reads_refused=self.reads_refused,
-            leftovers=self.leftovers,
+            exposed=self.exposed,
             rehearsal=self.rehearsal,
         )
         return MicrobatchInterpreter(
@@ -109,7 +109,7 @@ class Stage:
             seed=seed,
             generators=generators,
             gate=gate,
-            record=ProgramTrace(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
+            program_trace=ProgramTrace(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )
 

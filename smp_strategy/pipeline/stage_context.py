@@ -31,11 +31,11 @@ class StageContext:
 
     stage: int
     """This rank's stage; -1 for a dry run that computes nothing."""
-    oracle: ShapeInference
+    shape_inference: ShapeInference
     """Shape inference for the results of calls."""
     current: CurrentProgram
     """Holder of the running program, which takes over operations on tensors of ended programs."""
-    share: Callable[[Sequence[PlacedTensor]], None]
+    make_known: Callable[[Sequence[PlacedTensor]], None]
     """Broadcasts the values of tensors of ended programs to every stage; collective."""
     streams: Streams
     """Random streams for calls that draw numbers."""
@@ -45,7 +45,7 @@ class StageContext:
     """Reason why Python code must not see values; empty: it may."""
     activations: UnitWrapper
     """Activation policy of the units."""
-    leftovers: ExposedAttributes | None
+    exposed: ExposedAttributes | None
     """Attributes that units set, in a survey, whose results are thrown away; else ``None``."""
     rehearsal: Rehearsal | None
     """Rehearsal of the order of microbatches; ``None`` if programs do not rehearse."""

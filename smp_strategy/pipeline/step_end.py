@@ -31,7 +31,7 @@ class StepEnd:
         self._sharing: Callable[[], Any] | None = None
 
         def path() -> list[str]:
-            return [name for program in programs for name in program.record.path]
+            return [name for program in programs for name in program.program_trace.path]
 
         digest = zlib.crc32("\n".join(path()).encode())
         self._agreement = None if stage.transport is None else begin_to_agree(stage.transport, digest, path)

@@ -24,7 +24,7 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
-from smp_strategy.pipeline.record import ProgramTrace
+from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.routing import Placement, SegmentId
 
 __all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
@@ -46,11 +46,11 @@ class Described(NamedTuple):
     ran: CallOutcome | None
     """Outcome of the call; ``None`` on other stages."""
 
-    def complete(self, record: ProgramTrace) -> list[Value]:
+    def complete(self, program_trace: ProgramTrace) -> list[Value]:
         """Add the result to the event of the call; returns the new and changed values."""
         specs = (*self.prediction.made, *self.prediction.changed.values())
-        values = [record.value(spec) for spec in specs]
-        record.complete(self.position, values, self.prediction)
+        values = [program_trace.value(spec) for spec in specs]
+        program_trace.complete(self.position, values, self.prediction)
         return values
 
 
@@ -60,7 +60,7 @@ class UnpredictableCalls:
 
     Args:
         stage: this rank's stage.
-        record: trace of the program.
+        program_trace: trace of the program.
         graph: real tensors of the microbatch on this stage.
         exchange: moves values between stages for an event.
         run: runs a call on this stage; second argument: whether the call may draw random numbers.
@@ -70,7 +70,7 @@ class UnpredictableCalls:
     def __init__(
         self,
         stage: int,
-        record: ProgramTrace,
+        program_trace: ProgramTrace,
         graph: LocalGraph,
         *,
         exchange: Callable[[Placement, Sequence[PlacedTensor]], None],
@@ -78,7 +78,7 @@ class UnpredictableCalls:
         follow: Callable[[Sequence[int], list[Any]], None],
     ) -> None:
         self._stage = stage
-        self._record = record
+        self._program_trace = program_trace
         self._graph = graph
         self._exchange = exchange
         self._run = run
@@ -94,10 +94,10 @@ class UnpredictableCalls:
         Raises:
             UnsupportedError: the description cannot be sent.
         """
-        message = self._record.value(MESSAGE)
-        position = len(self._record.events)
+        message = self._program_trace.value(MESSAGE)
+        position = len(self._program_trace.events)
         inputs = tuple([tensor.value for tensor in call.placed])
-        placement = self._record.place(Event(call.kind, call.name, inputs, (message,)), is_whole=False)
+        placement = self._program_trace.place(Event(call.kind, call.name, inputs, (message,)), is_whole=False)
         self._exchange(placement, call.placed)
         (segment,) = placement.segments
         note = PlacedTensor(interpreter, message, MESSAGE, segment)
@@ -106,7 +106,7 @@ class UnpredictableCalls:
             ran, prediction = self._observe(call, counts=interpreter.is_survey)
             note.origin = note.current = (self._graph.current, encode(call.name, prediction))
         self._follow(placement.stages, call.leaves)
-        self._exchange(self._record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
+        self._exchange(self._program_trace.place(Event("read", "description", (message,), ()), is_whole=False), [note])
         if prediction is None:
             assert note.origin is not None
             prediction = decode(note.origin[1])

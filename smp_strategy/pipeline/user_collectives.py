@@ -268,7 +268,7 @@ class ReplicaCollectives:
         self._is_aside = False
         # Whether this step has communicated, and whether it has left the plan's order.
         self._has_met = self._improvises = False
-        # Made once: the oracle remembers calls by the identity of the function.
+        # Made once: shape inference remembers calls by the identity of the function.
         self._runs = {id(entry.function): functools.partial(self._run, entry) for entry in _ENTRIES}
         self._exchange = _exchange()
         self._exchange.users.append(self)

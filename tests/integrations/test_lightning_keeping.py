@@ -68,7 +68,7 @@ def test_the_same_checkpoints_are_kept_as_in_one_process(form, tmp_path, plain):
         assert tested == [[pytest.approx(each, rel=1e-5) for each in losses] for losses in plain[3]]
         torch.testing.assert_close(predicted, plain[4], rtol=1e-4, atol=1e-5)
     assert all(path.is_dir() == (form.get("state_dict_type") == "sharded") for path in tmp_path.glob("*/*.ckpt"))
-    assert not list(tmp_path.glob("*/.*")), "leftovers"
+    assert not list(tmp_path.glob("*/.*")), "exposed"
 
 
 # Later

@@ -50,8 +50,8 @@ def kept_by_calls(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, tu
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = run(*args, **kwargs)
-            if engine._calls.halves is not None:
-                copies = [copy.half for copy in engine._calls.halves._copies.values() if copy.half is not None]
+            if engine._calls.mixed_precision is not None:
+                copies = [copy.half for copy in engine._calls.mixed_precision._copies.values() if copy.half is not None]
                 weights.update(map(memory, copies))
             if call.name.startswith("blocks") and torch.is_grad_enabled():
                 found[call.name] = sum(nbytes for key, nbytes in kept.items() if key not in weights)

@@ -89,7 +89,7 @@ def train(name: str, options: dict[str, Any], reduces: bool, skips: bool) -> tup
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    return engine.saved.full_state_dict(), engine.share.reduction._overlaps, sum(early)
+    return engine.saved.full_state_dict(), engine.local_model.reduction._overlaps, sum(early)
 
 
 NAMES = ["text", "text, tied", "weights in the glue", "skips", "gpt2"]

@@ -64,7 +64,7 @@ class HookView:
         ownership: Map from parameters to stages.
         mesh: Process mesh.
         transport: Point-to-point transport between the stages.
-        foresight: Inference of results by metadata.
+        inference: Inference of results by metadata.
         sharded: Parameters that each stage shards over ranks; full from their first use on.
         parts: Parameters of layers that are split over ranks; likewise.
 
@@ -78,7 +78,7 @@ class HookView:
         ownership: Ownership,
         mesh: ProcessMesh,
         transport: Transport,
-        foresight: CrossStageInference,
+        inference: CrossStageInference,
         *,
         sharded: ShardedModule | None = None,
         parts: FullSplitLayers | None = None,
@@ -93,7 +93,7 @@ class HookView:
         self._gradients: dict[int, Tensor | None] = {}
         self._whole = ExitStack()
         self._transport = transport
-        self._foresight = foresight
+        self._inference = inference
         # All transfers in order: equal on all stages if these run the same code.
         self._path: list[str] = []
 
@@ -240,7 +240,7 @@ class HookView:
         if func in _SAME_METADATA:
             made = self._run(func, leaves, structure, holders, draws=False)
             return self._make(made, spec_of(leaves[0]), holders)
-        foreseen = self._foresight.of(func, leaves, structure)
+        foreseen = self._inference.of(func, leaves, structure)
         if foreseen is None:  # [1]
             return self._with_values(func, leaves, structure)
         made = self._run(func, leaves, structure, holders, foreseen.draws)

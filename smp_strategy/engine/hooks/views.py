@@ -25,12 +25,12 @@ class Views:
     """View for the hook that runs now, if one does.
 
     Attributes:
-        foresight: Inference of results by metadata, shared by all views.
+        inference: Inference of results by metadata, shared by all views.
         states: Full state of optimizers, for hooks.
     """
 
     def __init__(self) -> None:
-        self.foresight = CrossStageInference()
+        self.inference = CrossStageInference()
         self.states = FullOptimizerState()
         self._make: Callable[[], HookView | FullParameters] | None = None
         self._view: HookView | FullParameters | None = None
@@ -50,7 +50,7 @@ class Views:
         def make() -> HookView | FullParameters:
             if transport is None:
                 return FullParameters(sharded, parts)
-            return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
+            return HookView(parameters, ownership, mesh, transport, self.inference, sharded=sharded, parts=parts)
 
         self._make = make
 

@@ -225,7 +225,7 @@ class ModelCalls:
 
     def _train(self, inputs: ModelInputs) -> Any:
         call = inputs.call
-        prediction, parameters = self._prediction, self._engine.share.parameters
+        prediction, parameters = self._prediction, self._engine.local_model.parameters
         factor = prediction.factor()
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:

@@ -29,9 +29,9 @@ class Block(nn.Module):
 
 def kept() -> tuple[Block, MixedPrecision, Callable[[Tensor], Tensor]]:
     torch.manual_seed(0)
-    block, halves = Block(), MixedPrecision(torch.bfloat16, "cpu")
-    halves.keep(list(block.parameters()))
-    return block, halves, halves.around(block, block.forward)
+    block, mixed_precision = Block(), MixedPrecision(torch.bfloat16, "cpu")
+    mixed_precision.keep(list(block.parameters()))
+    return block, mixed_precision, mixed_precision.around(block, block.forward)
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -56,26 +56,26 @@ def test_the_places_hold_masters_again_after_an_exception():
 
 
 def test_autocast_is_off_inside_of_units():
-    block, halves, _ = kept()
+    block, mixed_precision, _ = kept()
     seen = []
-    run = halves.around(block, lambda x: seen.append(torch.is_autocast_enabled("cpu")))
-    halves.around_step(run)(X)
+    run = mixed_precision.around(block, lambda x: seen.append(torch.is_autocast_enabled("cpu")))
+    mixed_precision.around_step(run)(X)
     assert seen == [False]
 
 
 def test_copies_are_made_once_and_filled_again_when_masters_have_changed():
-    block, halves, run = kept()
+    block, mixed_precision, run = kept()
     run(X)
-    first = halves._copies[id(block.linear.weight)].half
+    first = mixed_precision._copies[id(block.linear.weight)].half
     run(X)
-    assert halves._copies[id(block.linear.weight)].half is first
+    assert mixed_precision._copies[id(block.linear.weight)].half is first
     with torch.no_grad():
         block.linear.weight.add_(1.0)
     run(X)
-    assert halves._copies[id(block.linear.weight)].half is first
+    assert mixed_precision._copies[id(block.linear.weight)].half is first
     assert torch.equal(first, block.linear.weight.bfloat16())
     block.linear.weight.data.add_(1.0)  # its version does not tell
-    halves.refresh()
+    mixed_precision.refresh()
     run(X)
     assert torch.equal(first, block.linear.weight.bfloat16())
 
@@ -91,9 +91,9 @@ def test_a_graph_that_has_saved_old_values_is_told():
 
 
 def test_a_graph_lives_on_where_nothing_has_changed():
-    _, halves, run = kept()
+    _, mixed_precision, run = kept()
     result = run(X).sum()
-    halves.refresh()
+    mixed_precision.refresh()
     run(X)
     result.backward()
 
@@ -126,19 +126,19 @@ def test_frozen_parameters_get_no_gradients_and_may_be_unfrozen():
 
 
 def test_copies_can_be_let_go_of():
-    block, halves, run = kept()
+    block, mixed_precision, run = kept()
     run(X)
-    assert halves.held_bytes == 2 * (16 + 4)
-    halves.let_go()
-    assert halves.held_bytes == 0
+    assert mixed_precision.held_bytes == 2 * (16 + 4)
+    mixed_precision.let_go()
+    assert mixed_precision.held_bytes == 0
     assert run(X).dtype == torch.bfloat16  # cast for the call
-    assert halves.held_bytes == 0
+    assert mixed_precision.held_bytes == 0
 
 
 def test_a_recurrent_layer_computes_in_half_precision():
-    layer, halves = nn.LSTM(4, 4, batch_first=True), MixedPrecision(torch.bfloat16, "cpu")
-    halves.keep(list(layer.parameters()))
-    found, _ = halves.around(layer, layer.forward)(X[None])
+    layer, mixed_precision = nn.LSTM(4, 4, batch_first=True), MixedPrecision(torch.bfloat16, "cpu")
+    mixed_precision.keep(list(layer.parameters()))
+    found, _ = mixed_precision.around(layer, layer.forward)(X[None])
     assert found.dtype == torch.bfloat16
     found.sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())

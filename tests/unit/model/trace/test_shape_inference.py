@@ -16,12 +16,12 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 CPU = torch.device("cpu")
 
 
-def predict(function: Any, *args: Any, oracle: ShapeInference | None = None, **kwargs: Any) -> Prediction:
+def predict(function: Any, *args: Any, shape_inference: ShapeInference | None = None, **kwargs: Any) -> Prediction:
     """Predict a call of a function, or of a module as the runtime calls a unit."""
     module = function if isinstance(function, nn.Module) else None
     callee = Callee(function, module.forward if module else function, module)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    return (oracle or ShapeInference(CPU)).predict(callee, leaves, structure)
+    return (shape_inference or ShapeInference(CPU)).predict(callee, leaves, structure)
 
 
 def real(*shape: int, grad: bool = True) -> Tensor:
@@ -112,19 +112,19 @@ def test_dropout_is_random_in_training_only():
 
 
 def test_a_switch_of_a_module_inside_the_unit_is_noticed():
-    net, oracle = Net(), ShapeInference(CPU)
+    net, shape_inference = Net(), ShapeInference(CPU)
     net.dropout.eval()
-    assert not predict(net, real(2, 4), oracle=oracle).random
+    assert not predict(net, real(2, 4), shape_inference=shape_inference).random
     net.dropout.train()
-    assert predict(net, real(2, 4), oracle=oracle).random
+    assert predict(net, real(2, 4), shape_inference=shape_inference).random
 
 
 def test_a_unit_that_is_unfrozen_gets_gradients_from_then_on():
-    net, oracle = Net().requires_grad_(False), ShapeInference(CPU)
+    net, shape_inference = Net().requires_grad_(False), ShapeInference(CPU)
     x = real(2, 4, grad=False)
-    assert not predict(net, x, oracle=oracle).outputs[0].spec.requires_grad
+    assert not predict(net, x, shape_inference=shape_inference).outputs[0].spec.requires_grad
     net.requires_grad_(True)
-    assert predict(net, x, oracle=oracle).outputs[0].spec.requires_grad
+    assert predict(net, x, shape_inference=shape_inference).outputs[0].spec.requires_grad
 
 
 def test_pythons_own_random_numbers_count_as_random():
@@ -183,15 +183,15 @@ def test_a_call_costs_the_same_where_the_weights_are_elsewhere(unit):
 
 def test_a_second_call_with_the_same_metadata_does_not_run():
     unit, calls = counted()
-    oracle = ShapeInference(CPU)
-    first = predict(unit, real(2, 4), oracle=oracle)
-    assert predict(unit, real(2, 4), oracle=oracle) is first
+    shape_inference = ShapeInference(CPU)
+    first = predict(unit, real(2, 4), shape_inference=shape_inference)
+    assert predict(unit, real(2, 4), shape_inference=shape_inference) is first
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "gradient", "no_grad", "training", "constant", "autocast"])
 def test_whatever_the_result_may_depend_on_asks_again(change):
-    oracle = ShapeInference(CPU)
+    shape_inference = ShapeInference(CPU)
     net = Net(0.0)
 
     def double(x: Tensor, factor: int) -> Tensor:
@@ -199,14 +199,14 @@ def test_whatever_the_result_may_depend_on_asks_again(change):
 
     unit = Net(0.0)
     unit.forward = lambda x, factor: Net.forward(unit, x).repeat(factor, 1)
-    first = predict(unit, real(2, 4), 1, oracle=oracle)
+    first = predict(unit, real(2, 4), 1, shape_inference=shape_inference)
     x, factor = real(2, 4), 1
     if change == "no_grad":
         with torch.no_grad():
-            second = predict(unit, x, factor, oracle=oracle)
+            second = predict(unit, x, factor, shape_inference=shape_inference)
     elif change == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
-            second = predict(unit, x, factor, oracle=oracle)
+            second = predict(unit, x, factor, shape_inference=shape_inference)
         assert second.outputs[0].spec.dtype == torch.bfloat16
     else:
         x = {"shape": real(3, 4), "dtype": x, "gradient": real(2, 4, grad=False)}.get(change, x)
@@ -214,7 +214,7 @@ def test_whatever_the_result_may_depend_on_asks_again(change):
             unit, x = unit.double(), x.double()
         if change == "training":
             unit.eval()
-        second = predict(unit, x, 2 if change == "constant" else 1, oracle=oracle)
+        second = predict(unit, x, 2 if change == "constant" else 1, shape_inference=shape_inference)
     assert second is not first
 
 

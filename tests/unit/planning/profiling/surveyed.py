@@ -18,8 +18,8 @@ def survey(model: nn.Module, step: Callable[[Any], Any], microbatch: Any, num_st
     """The dry run of ``step``; calls of units reach them directly again afterwards."""
     units, calls = choose_units(model, num_stages), UnitCalls()
     calls.intercept(units)
-    surroundings = DryRunInput(module=model, units=units, calls=calls, oracle=ShapeInference(CPU), device=CPU)
+    inputs = DryRunInput(module=model, units=units, calls=calls, shape_inference=ShapeInference(CPU), device=CPU)
     try:
-        return dry_run(step, microbatch, lambda loss: loss, surroundings)
+        return dry_run(step, microbatch, lambda loss: loss, inputs)
     finally:
         calls.give_back()

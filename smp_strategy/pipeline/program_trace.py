@@ -1,7 +1,7 @@
 """Program trace of a microbatch: its events, their values, and the stage of each event.
 
 Every stage writes the same trace, and the plan of a step was made for an earlier one; a departure from the planned path
-is noticed here. Most programs repeat the path of the program before them: see [Note: following a record] below.
+is noticed here. Most programs repeat the path of the program before them: see [Note: following a trace] below.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,16 +16,16 @@ from smp_strategy.pipeline.routing import MOST_MOVES, Placement, Router, Segment
 __all__ = ["Latest", "ProgramTrace"]
 
 
-# [Note: following a record]
+# [Note: following a trace]
 # Making and routing an event costs more than many operations of the glue, and nearly all microbatches take the same
-# path. So a record *follows* the one that ended last (its leader): as long as their events are equal it takes over the
+# path. So a trace *follows* the one that ended last (its leader): as long as their events are equal it takes over the
 # leader's entries, and with them the numbers of the values.
 #
 # Why the router is shared: the leader has ended, so its router has settled the home of every value, also of those that
 # the follower has not reached. A follower only asks it (`home`) and never places events with it; several followers can
 # share it, and it stays right for all of them because equal events have equal value numbers.
 #
-# At the first event that differs the record parts from its leader: it needs a router of its own, whose state (homes,
+# At the first event that differs the trace parts from its leader: it needs a router of its own, whose state (homes,
 # segments, moves) must be what it would be without a leader, so the events taken over are placed again.
 
 
@@ -33,7 +33,7 @@ __all__ = ["Latest", "ProgramTrace"]
 class Latest:
     """The program trace that ended last on a stage, if any."""
 
-    record: "ProgramTrace | None" = None
+    trace: "ProgramTrace | None" = None
 
 
 @final
@@ -43,7 +43,7 @@ class ProgramTrace:
     Args:
         new_router: factory of routers, which place events on stages.
         expected: signatures of the events that the plan was made for; ``None`` without a plan.
-        latest: holder of the record to follow, which :meth:`end` replaces by this one.
+        latest: holder of the trace to follow, which :meth:`end` replaces by this one.
     """
 
     def __init__(self, new_router: Callable[[], Router], expected: Sequence[object] | None, latest: Latest) -> None:
@@ -99,7 +99,7 @@ class ProgramTrace:
             self._follow()
         position, leader = len(self.events), self._leader
         if leader is not None:
-            # Identity is enough and cheap: the oracle returns the same object for equal calls.
+            # Identity is enough and cheap: the shape_inference returns the same object for equal calls.
             if position < len(leader.events) and leader._predictions[position] is prediction:
                 entry = leader.events[position]
                 if entry[0].inputs == inputs and entry[0].name == name and entry[0].kind == kind:
@@ -157,10 +157,10 @@ class ProgramTrace:
         return value, SegmentId(home[0], 0)
 
     def end(self) -> None:
-        """Close the record: the program has ended."""
+        """Close the trace: the program has ended."""
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)
         self._leader = None  # it would keep all records before it
-        self._latest.record = self
+        self._latest.trace = self
 
     def _add(self, entry: tuple[Event, Placement], prediction: Prediction | None, *, is_whole: bool = True) -> None:
         self.events.append(entry)
@@ -169,8 +169,8 @@ class ProgramTrace:
             self._check_path(len(self.events) - 1)
 
     def _follow(self) -> None:
-        """Begin to take over the entries of the latest record; see [Note: following a record]."""
-        self._leader = self._latest.record
+        """Begin to take over the entries of the latest trace; see [Note: following a trace]."""
+        self._leader = self._latest.trace
         if self._leader is not None:
             self._router = self._leader._router
             self._returning = self._leader._returning
@@ -178,7 +178,7 @@ class ProgramTrace:
             self._is_on_path = self._leader._expected is self._expected and not self._leader.left_plan
 
     def _part(self) -> None:
-        """Leave the leader's path; see [Note: following a record]."""
+        """Leave the leader's path; see [Note: following a trace]."""
         self._leader, self._is_on_path = None, False
         # New objects, not cleared ones: the leader and its other followers go on using theirs.
         self._returning = {}

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.prediction import Made, Prediction
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.record import Latest, ProgramTrace
+from smp_strategy.pipeline.program_trace import Latest, ProgramTrace
 from smp_strategy.pipeline.routing import Router
 
 SPEC = TensorSpec((2,), (1,), torch.float32, torch.device("cpu"), True)
@@ -60,7 +60,7 @@ def test_following_changes_nothing(first, second, third):
         assert [following.home(v) for e, _ in alone.events for v in e.outputs] == [
             alone.home(v) for e, _ in alone.events for v in e.outputs
         ]
-        assert latest.record is following
+        assert latest.trace is following
 
 
 def test_the_same_path_is_taken_over_and_not_made_anew():
@@ -75,5 +75,5 @@ def test_records_do_not_keep_those_before_them():
     first = record_of([("a", 0, [])], latest)
     second = record_of([("a", 0, [])], latest)
     assert second._leader is None
-    assert latest.record is second
+    assert latest.trace is second
     assert first is not second
