@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.model.guarded_tensors import StageTensor, home_of, in_plain_sight
+from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.home_stages import bring_back, home_of
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
@@ -68,7 +69,7 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
 
 def _give(tensor: Tensor, value: Tensor) -> None:
     if home_of(tensor) is not None:
-        StageTensor.bring_back(tensor, value)
+        bring_back(tensor, value)
 
 
 def _is_sent_by(stage: int, parameter: nn.Parameter, ownership: Ownership, mesh: ProcessMesh) -> bool:
@@ -102,9 +103,9 @@ def _set_buffer(root: nn.Module, name: str, value: Tensor) -> None:
     path, _, key = name.rpartition(".")
     owner = root.get_submodule(path)
     buffer = owner._buffers.get(key)
-    if isinstance(buffer, StageTensor) and buffer.dtype == value.dtype:
-        StageTensor.bring_back(buffer, value)
-    elif buffer is None or isinstance(buffer, StageTensor):
+    if buffer is not None and home_of(buffer) is not None and buffer.dtype == value.dtype:
+        bring_back(buffer, value)
+    elif buffer is None or home_of(buffer) is not None:
         owner._buffers[key] = value
 
 

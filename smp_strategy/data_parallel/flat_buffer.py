@@ -35,11 +35,12 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import FlatLayout, Slot
 from smp_strategy.data_parallel.flat_layout_views import common_base, elements, view
-from smp_strategy.data_parallel.resting import RestingParameter, placeholder
+from smp_strategy.data_parallel.resting import RestingGuard
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.guarded_tensors import guard_of, placeholder, unwatch, watch
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.precision.master_weights import set_gradient_dtype
 
@@ -57,6 +58,7 @@ class FlatBuffer:
         device: Device of the buffer.
         owners: Collectives of the ranks that have the same shard, if each of them updates a part of it.
         reduce_dtype: Dtype in which gradients are sent; ``None``: that in which they are summed.
+        guard: Guard of resting parameters; ``None``: one that refuses all uses.
 
     Attributes:
         layout, parameters: As given.
@@ -74,14 +76,15 @@ class FlatBuffer:
         device: torch.device,
         owners: Collectives | None = None,
         reduce_dtype: torch.dtype | None = None,
+        guard: RestingGuard | None = None,
     ) -> None:
         self.layout = layout
         self.is_trained = layout.is_trained
         self.gradients: Tensor | None = None
         self.parameters = parameters
         self._collectives = collectives
-        self._kinds = [type(parameter) for parameter in parameters]
-        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
+        self._guard = RestingGuard() if guard is None else guard
+        self._placeholders = [placeholder(each.shape, each.dtype, device) for each in parameters]
         self._owners = owners
         self.own_pieces = [
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
@@ -442,13 +445,15 @@ class FlatBuffer:
         return torch.empty(numel, dtype=self._gradient_dtype, device=self.own.device)
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor, kind in zip(self.parameters, tensors, self._kinds, strict=True):
-            parameter.__class__ = kind
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            if guard_of(parameter) is self._guard:
+                unwatch(parameter)
             parameter.data = tensor
 
     def _hide(self) -> None:
         for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
-            parameter.__class__ = RestingParameter
+            if guard_of(parameter) is not self._guard:
+                watch(parameter, self._guard)
             parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:

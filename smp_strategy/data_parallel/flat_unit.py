@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
+from smp_strategy.data_parallel.resting import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -62,6 +63,7 @@ class FlatUnit:
         device: Device of the parameters.
         keeping: Policy of sharding.
         owners: Collectives of the ranks that hold the same shards, if each of them is to update a part of the shard.
+        guard: Guard of resting parameters; ``None``: one that refuses all uses.
 
     Attributes:
         layout: Elements of each parameter that each rank holds.
@@ -75,6 +77,7 @@ class FlatUnit:
         *,
         keeping: ShardPolicy | None = None,
         owners: Collectives | None = None,
+        guard: RestingGuard | None = None,
     ) -> None:
         keeping = keeping or ShardPolicy()
         members = _without_doubles(parameters)
@@ -86,7 +89,9 @@ class FlatUnit:
         dtype = keeping.reduce_dtype
         with _untracked():
             self._buffers = [
-                FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners, dtype)
+                FlatBuffer(
+                    flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners, dtype, guard
+                )
                 for flat in self.layout.flats
             ]
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.optimizer_probe import step_by_values, take_step, twin_with
-from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor
+from smp_strategy.model.home_stages import HomeStages, HookAccess, send_away
 
 __all__ = ["Updater", "can_be_dealt_out", "dependence", "problems_of_dependence"]
 
@@ -188,7 +188,7 @@ def _trained_by(
     step_by_values(twin)
     for each in stand_ins:
         if rank is not None and not each.is_on(rank.stage):
-            StageTensor.send_away(made[each.parameter], _home(each, rank.stage))
+            send_away(made[each.parameter], _home(each, rank.stage))
     own = {made[each.parameter]: each for each in stand_ins if rank is None or rank in each.updaters}
     values: dict[nn.Parameter, list[Tensor]] = {mine: [] for mine in own}
     for step in range(NUM_STEPS):
@@ -241,7 +241,6 @@ def _home(stand_in: _ProbeParameter, stage: int) -> HomeStages:
         name=stand_in.name,
         holders=frozenset(updater.stage for updater in stand_in.updaters),
         stage=stage,
-        kind=nn.Parameter,
         stride=stand_in.begin.stride(),
         sight=HookAccess(),
     )

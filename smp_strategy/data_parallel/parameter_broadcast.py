@@ -3,26 +3,30 @@
 Once an optimizer has stepped, the next forward can begin before all values have arrived: a unit waits for its own
 parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
 until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So a
-parameter changes its class while it waits, as parameters of other stages do
-(:mod:`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at once, all other uses wait for the
-values.
+parameter is guarded while it waits (:mod:`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at
+once, all other uses wait for the values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from smp_strategy.distributed.handle import Handle, wait_for
-from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
+from smp_strategy.model.guarded_tensors import (
+    BY_IDENTITY,
+    GRADIENT,
+    HARMLESS,
+    Guard,
+    guard_of,
+    in_plain_sight,
+    unwatch,
+    watch,
+)
 
 __all__ = ["ParameterBroadcast"]
-
-# Attribute of a parameter that holds the work it waits for.
-_ARRIVAL = "_smp_arrival"
 
 
 @final
@@ -37,9 +41,9 @@ class ParameterBroadcast:
         if all(type(parameter) is nn.Parameter for parameter in parameters):
             work = Handle(partial(_fill_in, parameters, finish))
             self._under_way.append(work)
+            guard = _Awaited(work)
             for parameter in parameters:
-                setattr(parameter, _ARRIVAL, work)
-                parameter.__class__ = _Arriving
+                watch(parameter, guard)
         else:  # a class of the user's, which may mean something
             with torch.no_grad():
                 finish()
@@ -47,8 +51,8 @@ class ParameterBroadcast:
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for those of ``parameters`` that are on their way."""
         for parameter in parameters if self._under_way else ():
-            if isinstance(parameter, _Arriving):
-                _wait_for(parameter)
+            if isinstance(guard := guard_of(parameter), _Awaited):
+                guard.lift()
         self._under_way = [work for work in self._under_way if not work.is_done()]
 
     def wait(self) -> None:
@@ -62,39 +66,18 @@ def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> 
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         finish()
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
-        delattr(parameter, _ARRIVAL)
+        unwatch(parameter)
 
 
 @final
-class _Arriving(nn.Parameter):
-    """Parameter whose new value is on its way. Never constructed: parameters take this class and leave it again."""
+class _Awaited(Guard):
+    """Guard of parameters whose new values are on their way: a use waits for them."""
 
-    # Placed tensors leave operations that involve such a tensor to this class.
-    has_home = True
+    free = HARMLESS | GRADIENT | BY_IDENTITY
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in HARMLESS or func in GRADIENT or func in BY_IDENTITY:
-            with in_plain_sight():
-                return func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Arriving):
-                _wait_for(leaf)
-        return func(*args, **(kwargs or {}))
+    def __init__(self, work: Handle[None]) -> None:
+        self._work = work
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        _wait_for(self)
-        copied: Tensor = self.__deepcopy__(memo)  # of its class now
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _wait_for(self)
-        return self.__reduce_ex__(protocol)
-
-
-def _wait_for(parameter: nn.Parameter) -> None:
-    work: Handle[None] = vars(parameter)[_ARRIVAL]
-    work.wait()
+    def lift(self) -> None:
+        """Wait for the values."""
+        self._work.wait()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.flat_layout import Piece
 from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
-from smp_strategy.data_parallel.resting import OnUse
+from smp_strategy.data_parallel.resting import RestingGuard
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import Collectives
@@ -77,8 +77,9 @@ class ShardedModule:
     ) -> None:
         assert replicas is not None or not deals_out
         owners = replicas if deals_out else None
+        self._guard = RestingGuard()
         self.units = {
-            "+".join(users): FlatUnit(members, shards, device, keeping=keeping, owners=owners)
+            "+".join(users): FlatUnit(members, shards, device, keeping=keeping, owners=owners, guard=self._guard)
             for users, members in parameters.items()
         }
         self._parts: dict[str, list[str]] = {}
@@ -103,9 +104,6 @@ class ShardedModule:
         self._has_sums = False
         self._is_whole = False
         self._in_pieces: list[FlatUnit] = []
-        self._on_use = OnUse()
-        for parameter in self._unit_of:
-            self._on_use.watch(parameter)
         self._is_open = False
         self._has_failed = False
         # Stops since the ranks have last compared them.
@@ -145,8 +143,8 @@ class ShardedModule:
             function: Function to call.
             token: Equal for calls that a single thread makes in sequence: those of a microbatch.
         """
-        if self._on_use.make_whole is not None:
-            self._on_use.make_whole()
+        if self._guard.make_whole is not None:
+            self._guard.make_whole()
         for part in () if self._is_whole else self._parts.get(name, ()):
             function = partial(self._call, part, function, token)
         return function
@@ -326,16 +324,16 @@ class ShardedModule:
             make_whole: Called at the first use, to call :meth:`show_whole`.
             sizes: Whether asking for the size of a parameter is a use as well.
         """
-        self._on_use.make_whole, self._on_use.sizes = make_whole or self.show_whole, sizes
+        self._guard.make_whole, self._guard.sizes = make_whole or self.show_whole, sizes
         try:
             yield
         finally:
-            self._on_use.make_whole = None
+            self._guard.make_whole = None
             self.hide_whole()
 
     def show_whole(self) -> None:
         """Make every parameter and gradient whole, inside of :meth:`in_sight`. Collective."""
-        self._on_use.make_whole = None
+        self._guard.make_whole = None
         if self.group is not None:
             collectives.barrier("whole weights in a hook", self.group)
         self.let_go()

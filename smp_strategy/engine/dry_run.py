@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.guarded_tensors import home_of
+from smp_strategy.model.home_stages import home_of
 from smp_strategy.model.rng import seeded
 from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.events import Trace

@@ -5,7 +5,8 @@ In reading order:
 * ``units.py``: partition a module into units, the smallest parts that a stage can hold.
 * ``annotations.py``: ``set_partition`` and ``partition``, the user's marks on modules.
 * ``ownership.py``: which stages hold which parameters and buffers; frees the others.
-* ``guarded_tensors.py``: tensors of other stages: metadata is answered, values are refused or fetched.
+* ``guarded_tensors.py``: tensors without values: metadata is answered, a use waits for values or is refused.
+* ``home_stages.py``: guard of the tensors of other stages.
 * ``patching.py``: temporary replacement of methods of single modules.
 * ``shard_layout.py``: the elements of a tensor that a rank holds: runs, rectangles, cuts.
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.

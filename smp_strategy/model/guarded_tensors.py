@@ -1,15 +1,13 @@
-"""Guarded tensors: parameters and buffers of other stages, which have metadata here but no values.
+"""Guarded tensors: tensors that have metadata but, for the time being, no values on this rank.
 
-After the partition a rank has values for the units of its own stage only. The parameters of other stages keep their
-identity (optimizers, schedulers and hooks refer to them), but code that computes with one of them here, such as a hook
-that clamps weights or ``torch.save(model.state_dict())``, must never get a plausible number.
-
-So its class is exchanged, as for PyTorch's own uninitialised parameters: see [Note: guarded parameters] below.
+Parameters of other stages, parameters that rest in shards, parameters whose update is still on its way, and parts of
+split layers in a hook keep their identity, because optimizers, schedulers and hooks refer to them. But code that
+computes with one of them, such as a hook that clamps weights or ``torch.save(model.state_dict())``, must never get a
+plausible number. See [Note: guarded tensors] below.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, final
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +21,35 @@ __all__ = [
     "GRADIENT",
     "HARMLESS",
     "SIZES",
-    "HomeStages",
-    "HookAccess",
-    "StageParameter",
-    "StageTensor",
-    "home_of",
+    "Guard",
+    "GuardedParameter",
+    "GuardedTensor",
+    "guard_of",
     "in_plain_sight",
     "name_of",
+    "placeholder",
+    "unwatch",
+    "watch",
 ]
 
-# [Note: guarded parameters]
-# A guarded tensor has a subclass of its own, is backed by a single element, and receives every operation on it in
-# `__torch_function__`. Questions of metadata are answered. All other operations are
+# [Note: guarded tensors]
+# A guarded tensor takes a subclass, as PyTorch's own uninitialised parameters do, and receives every operation on it in
+# `__torch_function__`. Its guard answers questions of metadata. Before any other operation it makes the values
+# available, after which the tensor is an ordinary one, or it refuses with the name and the remedy. The guards are
 #
-# * carried out where the values are, while a hook of the user runs: then tensors that *are* here change their class,
-#   too, and their operations go to the view of that hook (`engine/hooks/cross_stage.py`);
-# * refused with the name, the stage and the remedy at any other time.
+#     home_stages.HomeStages                 values on other stages; hooks compute there, all else is refused
+#     data_parallel/resting.RestingGuard     values in shards; gathered in hooks, else refused
+#     data_parallel/parameter_broadcast      values on their way; waits for them
+#     engine/hooks/full_parameters           part of a split layer in a hook; gathered
 #
-# When the values come back, the tensor gets its class back and is an ordinary one again. The object is the same all the
-# time; only its class and its `data` change.
+# The object is the same all the time: `watch` and `unwatch` exchange its class, which PyTorch allows between Python
+# subclasses with the same layout. Guards nest: a hook's view watches parameters that rest.
 
 # Context in which operations reach the memory behind guarded tensors, for code that tells them apart itself.
 in_plain_sight: Any = torch._C.DisableTorchFunctionSubclass
 
-# Attribute of a guarded tensor that holds its `HomeStages`.
-_HOME = "_smp_home"
+# Attribute of a guarded tensor that holds its `_Guarded`.
+_GUARD = "_smp_guard"
 
 
 def _accessors(*names: str) -> frozenset[Any]:
@@ -77,84 +79,86 @@ SIZES = frozenset({torch.numel}) | _accessors(
 )
 
 
-@final
-@dataclass
-class HookAccess:
-    """Handlers of operations on guarded tensors, exchanged as hooks of the user begin and end.
+class Guard:
+    """Reaction to the use of the tensors it guards. Subclasses make values available, or say why they cannot."""
 
-    Attributes:
-        call: Carries out an operation where the values are; ``None``: operations are refused.
-        copy: Makes an independent tensor with the same home; set together with ``call``.
-        make_whole: Called before a size is returned, where sizes are those of shards.
-    """
-
-    call: Callable[[Any, Any, Any], Any] | None = None
-    copy: Callable[["StageTensor"], Tensor] | None = None
-    make_whole: Callable[[], None] | None = None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class HomeStages:
-    """Placement of a tensor, seen from one rank."""
-
-    name: str
-    """Qualified name in the module."""
-    holders: frozenset[int]
-    """Stages that have its values."""
-    stage: int
-    """Stage of this rank."""
-    kind: type[Tensor]
-    """Class of the ordinary tensor."""
-    stride: tuple[int, ...]
-    """Memory layout where the values are."""
-    sight: HookAccess
-    """Shared by all tensors of a module."""
+    free: frozenset[Any] = HARMLESS | BY_IDENTITY
+    """Operations that are no use."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank has the values."""
-        return self.stage in self.holders
+    def can_lift(self) -> bool:
+        """Whether :meth:`lift` can make the values available now."""
+        return True
 
-    def refuse(self, operation: str) -> UnsupportedError:
-        """Error for an operation that needs the values."""
-        stages = " and ".join(str(stage) for stage in sorted(self.holders))
-        return UnsupportedError(
-            f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
-            f"{self.stage}, that of this rank. Compute with it in a step, in a hook of Lightning, or in "
-            "`accelerator.smp.with_weights(lambda: ...)` on all ranks; to save the model, "
-            "call `trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; to have the whole "
-            'model after a run, leave `restore_module` at "all".'
-        )
+    def lift(self) -> None:
+        """Give the guarded tensors their values, and end their guard."""
+        raise NotImplementedError
+
+    def refusal(self, operation: str) -> UnsupportedError:
+        """Error for ``operation``, which needs the values while they cannot be made available."""
+        raise NotImplementedError
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Result of an operation on guarded tensors."""
+        if func not in self.free:
+            if self.can_lift:
+                self.lift()
+                return func(*args, **kwargs)
+            if func not in GRADIENT:
+                raise self.refusal(name_of(func))
+        with in_plain_sight():
+            return func(*args, **kwargs)
+
+    def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        """Deep copy of ``tensor``."""
+        self._lift_for("copy.deepcopy")
+        copied: Tensor = copy.deepcopy(tensor, memo)
+        return copied
+
+    def pickle(self, tensor: Tensor, protocol: Any) -> Any:
+        """Reduced value of ``tensor``, as by ``__reduce_ex__``."""
+        self._lift_for("pickle")
+        return tensor.__reduce_ex__(protocol)
+
+    def describe(self, tensor: Tensor) -> str:
+        """Text form of ``tensor``."""
+        self._lift_for("repr")
+        return repr(tensor)
+
+    def _lift_for(self, operation: str) -> None:
+        if not self.can_lift:
+            raise self.refusal(operation)
+        self.lift()
 
 
-class StageTensor(Tensor):
-    """A guarded buffer, or any other guarded tensor that is no parameter; see [Note: guarded parameters]."""
+class _Guarded(NamedTuple):
+    """State of a guarded tensor."""
+
+    guard: Guard
+    kind: type[Tensor]
+    """Class before the guard."""
+    outer: "_Guarded | None"
+    """State before the guard, if the tensor was guarded already."""
+
+
+class GuardedTensor(Tensor):
+    """A guarded buffer, or any other guarded tensor that is no parameter; see [Note: guarded tensors]."""
 
     # Placed tensors leave operations that involve a guarded tensor to this class.
-    has_home = True
+    is_guarded = True
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in HARMLESS:
-            home = _first_home(args, kwargs or {})
-            if home.sight.call is not None:
-                return home.sight.call(func, args, kwargs or {})
-            if func not in GRADIENT:
-                raise home.refuse(name_of(func))
-        elif func in SIZES and (make_whole := _first_home(args, kwargs or {}).sight.make_whole) is not None:
-            make_whole()
-        with in_plain_sight():
-            return func(*args, **(kwargs or {}))
+        return _first_guard(args, kwargs or {}).call(func, args, kwargs or {})
 
     @property
     def grad(self) -> Tensor | None:
         """Its gradient. A short path, since optimizers ask for it twice per step, of all parameters."""
-        home: HomeStages = vars(self)[_HOME]
-        if home.sight.call is not None:
-            return _get_grad(self)
+        guard = vars(self)[_GUARD].guard
+        if guard.can_lift and _get_grad not in guard.free:
+            return _get_grad(self)  # arrives in `__torch_function__`
         with in_plain_sight():
             return _get_grad(self)
 
@@ -167,76 +171,59 @@ class StageTensor(Tensor):
         _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        home = _home(self)
-        if home.sight.copy is None:
-            raise home.refuse("copy.deepcopy")
-        if id(self) not in memo:
-            memo[id(self)] = home.sight.copy(self)
-        copied: Tensor = memo[id(self)]
-        return copied
+        return _guard(self).copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _home(self).refuse("pickle")
+        return _guard(self).pickle(self, protocol)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        home = _home(self)
-        return f"{home.kind.__name__}({home.name}: {list(self.shape)} on stage {sorted(home.holders)})"
-
-    @staticmethod
-    def send_away(tensor: Tensor, home: HomeStages) -> None:
-        """Free the memory of ``tensor`` and guard it."""
-        # NaN where possible: code that gets past the guard must not compute with a plausible number.
-        fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        one = torch.full((1,) * tensor.ndim, fill, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = one.expand(tensor.shape)
-        tensor.grad = None
-        StageTensor.watch(tensor, home)
-
-    @staticmethod
-    def resize(tensor: Tensor, shape: torch.Size) -> None:
-        """Change the shape of ``tensor``, which was sent away."""
-        with in_plain_sight():
-            tensor.data = tensor.data[(slice(1),) * tensor.ndim].expand(shape)
-        stride = torch.empty(shape, device="meta").stride()
-        setattr(tensor, _HOME, replace(vars(tensor)[_HOME], stride=stride))
-
-    @staticmethod
-    def bring_back(tensor: Tensor, values: Tensor) -> None:
-        """Make ``tensor`` an ordinary one again."""
-        StageTensor.unwatch(tensor)
-        tensor.data = values
-
-    @staticmethod
-    def watch(tensor: Tensor, home: HomeStages) -> None:
-        """Guard ``tensor``: operations on it arrive in ``__torch_function__``."""
-        setattr(tensor, _HOME, home)
-        tensor.__class__ = StageParameter if isinstance(tensor, nn.Parameter) else StageTensor
-
-    @staticmethod
-    def unwatch(tensor: Tensor) -> None:
-        """End the guard of ``tensor``."""
-        tensor.__class__ = vars(tensor).pop(_HOME).kind
+        return _guard(self).describe(self)
 
 
-class StageParameter(StageTensor, nn.Parameter):
-    """A guarded parameter; see [Note: guarded parameters]."""
+class GuardedParameter(GuardedTensor, nn.Parameter):
+    """A guarded parameter; see [Note: guarded tensors]."""
 
 
-def home_of(tensor: Any) -> HomeStages | None:
-    """Placement of ``tensor``; ``None``: it is not guarded."""
-    return _home(tensor) if isinstance(tensor, StageTensor) else None
+def watch(tensor: Tensor, guard: Guard) -> None:
+    """Guard ``tensor``: operations on it go to ``guard``."""
+    state = vars(tensor)
+    state[_GUARD] = _Guarded(guard, type(tensor), state.get(_GUARD))
+    tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
 
 
-def _first_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeStages:
+def unwatch(tensor: Tensor) -> None:
+    """End the innermost guard of ``tensor``."""
+    guarded: _Guarded = vars(tensor).pop(_GUARD)
+    tensor.__class__ = guarded.kind
+    if guarded.outer is not None:
+        vars(tensor)[_GUARD] = guarded.outer
+
+
+def guard_of(tensor: Any) -> Guard | None:
+    """Innermost guard of ``tensor``; ``None``: it is not guarded."""
+    return _guard(tensor) if isinstance(tensor, GuardedTensor) else None
+
+
+def placeholder(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of a tensor without values: a single element, expanded to ``size``.
+
+    NaN where possible: kernels that read memory without going through Python's dispatch must not compute with a
+    plausible number.
+    """
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((1,) * len(size), fill, dtype=dtype, device=device).expand(size)
+
+
+def _first_guard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guard:
     for leaf in args:
-        if isinstance(leaf, StageTensor):
-            return _home(leaf)
-    return next(home for leaf in pytree.tree_leaves((args, kwargs)) if (home := home_of(leaf)))
+        if isinstance(leaf, GuardedTensor):
+            return _guard(leaf)
+    return next(_guard(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor))
 
 
-def _home(tensor: StageTensor) -> HomeStages:
-    home: HomeStages = vars(tensor)[_HOME]
-    return home
+def _guard(tensor: GuardedTensor) -> Guard:
+    guard: Guard = vars(tensor)[_GUARD].guard
+    return guard
 
 
 def name_of(func: Any) -> str:

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor, home_of
+from smp_strategy.model.home_stages import HomeStages, HookAccess, home_of, send_away
 from smp_strategy.model.units import Unit
 
 __all__ = ["Ownership"]
@@ -139,14 +139,14 @@ class Ownership:
         with torch.inference_mode(False), torch.no_grad():
             for _, tensor, home in self.residents():
                 if not home.is_here and home_of(tensor) is None:
-                    StageTensor.send_away(tensor, home)
+                    send_away(tensor, home)
             for module in copies:
                 for name, tensor in _named_tensors(module):
                     home = self._home(name, tensor)
                     if len(home.holders) < len(self._everywhere) and home_of(tensor) is None:
                         self.take_in(tensor, home)
                         if not home.is_here:
-                            StageTensor.send_away(tensor, home)
+                            send_away(tensor, home)
 
     def residents(self) -> Iterator[tuple[str, Tensor, HomeStages]]:
         """Names, present tensors and placement of the module's own parameters and buffers."""
@@ -174,12 +174,11 @@ class Ownership:
 
     def _home(self, name: str, tensor: Tensor) -> HomeStages:
         known = self._homes.get(name)
-        if known is None or known.kind is not type(tensor) or known.stride != tensor.stride():
+        if known is None or known.stride != tensor.stride():
             known = self._homes[name] = HomeStages(
                 name=name,
                 holders=self._by_name.get(name, self._everywhere),
                 stage=self._stage,
-                kind=type(tensor),
                 stride=tuple(tensor.stride()),
                 sight=self.sight,
             )

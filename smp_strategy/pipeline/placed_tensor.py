@@ -240,7 +240,7 @@ class PlacedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if len(types) > 1 and any(getattr(kind, "has_home", False) for kind in types):
+        if len(types) > 1 and any(getattr(kind, "is_guarded", False) for kind in types):
             return NotImplemented  # weights of other stages route these operations themselves
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():

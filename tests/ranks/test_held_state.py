@@ -11,7 +11,7 @@ from smp_strategy.checkpoint.sources import WholeState, flattened
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.model.guarded_tensors import StageParameter
+from smp_strategy.model.home_stages import home_of
 from smp_strategy.testing import run_ranks
 
 # Ranks, and options.
@@ -189,7 +189,7 @@ def remembered(state: dict[str, Any] | None, *, late: bool = False) -> Any:
         one_step(model, engine)
     if state is None:
         for unit in model:  # only those that run here know the latest
-            if not isinstance(unit[0].weight, StageParameter):
+            if home_of(unit[0].weight) is None:
                 unit[0].memory = (unit[0].memory, "latest") if isinstance(unit[0].memory, dict) else unit[0].memory + 1
         return collect(flattened(engine.saved.held_state([])))
     engine.saved.load_stored(WholeState(state))

@@ -12,6 +12,8 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel import zero1 as state_sharding
 from smp_strategy.engine.engine import Engine
+from smp_strategy.model.guarded_tensors import guard_of
+from smp_strategy.model.home_stages import home_of
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
@@ -355,7 +357,7 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(Block(4, 4, bias=False) for _ in range(8))
 
     def arriving(self) -> list[bool]:
-        return [type(block.weight).__name__ == "_Arriving" for block in self.blocks]
+        return [guard_of(block.weight) is not None and home_of(block.weight) is None for block in self.blocks]
 
     def loss(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -2,7 +2,7 @@
 
 Hooks that average weights, clip them, log norms or rescale gradients iterate over ``model.parameters()`` as in a single
 process. While such a hook runs, on every stage alike, every parameter, buffer and gradient is a
-:class:`~smp_strategy.model.guarded_tensors.StageTensor`. Its *home* is the set of stages that have the values.
+:class:`~smp_strategy.model.guarded_tensors.GuardedTensor`. Its *home* is the set of stages that have the values.
 
 [Note: where hooks compute] Operations on such tensors come here.
 
@@ -33,7 +33,8 @@ from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
-from smp_strategy.model.guarded_tensors import HomeStages, StageTensor, home_of, in_plain_sight
+from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwatch, watch
+from smp_strategy.model.home_stages import HomeStages, home_of
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -145,7 +146,7 @@ class HookView:
         ownership = self._ownership
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is None:
-                StageTensor.watch(tensor, home)
+                watch(tensor, home)
         ownership.sight.call, ownership.sight.copy = self.call, self._copy
         has_parts = self._parts is not None and not self._parts.is_whole
         ownership.sight.make_whole = self._make_whole if has_parts else None
@@ -155,7 +156,7 @@ class HookView:
         ownership.sight.call = ownership.sight.copy = ownership.sight.make_whole = None
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is not None:
-                StageTensor.unwatch(tensor)
+                unwatch(tensor)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation on tensors with a home; see [Note: where hooks compute]."""
@@ -189,7 +190,7 @@ class HookView:
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""
-        return pytree.tree_map(lambda leaf: self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf, tree)
+        return pytree.tree_map(lambda leaf: self._everywhere(leaf) if home_of(leaf) is not None else leaf, tree)
 
     def collected(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors on the first rank of the replica, and ``None`` elsewhere."""
@@ -197,7 +198,7 @@ class HookView:
 
         def collect(leaf: Any) -> Any:
             leaf = self._settled(leaf)
-            if not isinstance(leaf, StageTensor):
+            if home_of(leaf) is None:
                 return leaf
             value = self._at(leaf, collector)
             return None if value is None else value.cpu().clone()
@@ -209,7 +210,7 @@ class HookView:
 
         def hold(leaf: Any) -> Any:
             leaf = self._settled(leaf)
-            if not isinstance(leaf, StageTensor):
+            if home_of(leaf) is None:
                 return leaf
             with in_plain_sight():
                 spec, value = spec_of(leaf), leaf.detach()
@@ -224,9 +225,9 @@ class HookView:
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         leaves, structure = flatten_call(args, kwargs)
         leaves = [self._settled(leaf) for leaf in leaves]
-        homed = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
+        homed = [leaf for leaf in leaves if home_of(leaf) is not None]
         target = _changed(name, args, kwargs, homed)
-        if name in _READS or (target is not None and not isinstance(target, StageTensor)):
+        if name in _READS or (target is not None and home_of(target) is None):
             # [1] A tensor that every stage has must change alike on every stage.
             return self._with_values(func, leaves, structure)
         # [2] and [3]
@@ -255,7 +256,7 @@ class HookView:
 
     def _with_values(self, func: Any, leaves: list[Any], structure: Any) -> Any:
         """Let every stage run ``func``, with the values of all operands."""
-        values = [self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
+        values = [self._everywhere(leaf) if home_of(leaf) is not None else leaf for leaf in leaves]
         args, kwargs = unflatten_call(values, structure)
         return func(*args, **kwargs)
 
@@ -276,7 +277,7 @@ class HookView:
         results = []
         for number in range(num):
             one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
-            homed = any(isinstance(leaf, StageTensor) for leaf in pytree.tree_leaves((one, kwargs)))
+            homed = any(home_of(leaf) is not None for leaf in pytree.tree_leaves((one, kwargs)))
             with in_plain_sight():
                 results.append(self._call(func, name, one, kwargs) if homed else func(*one, **kwargs))
         return None if name.endswith("_") else [item for result in results for item in result]
@@ -290,7 +291,7 @@ class HookView:
             elif tensor.shape != value.shape or tensor.dtype != value.dtype:
                 tensor.data = _placeholder(spec_of(value))
 
-    def _copy(self, tensor: StageTensor) -> Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         self._make_whole()
         home = _home(tensor)
         with in_plain_sight():
@@ -342,7 +343,7 @@ class HookView:
 
     def _moved(self, leaf: Any, holders: frozenset[int]) -> Any:
         """``leaf`` with the home ``holders``."""
-        if not isinstance(leaf, StageTensor) or holders <= _home(leaf).holders:
+        if home_of(leaf) is None or holders <= _home(leaf).holders:
             return leaf
         if len(holders) > 1:
             value: Tensor | None = self._everywhere(leaf)
@@ -350,7 +351,7 @@ class HookView:
             value = self._at(leaf, min(holders))
         return self._make(value, spec_of(leaf), holders)
 
-    def _at(self, tensor: StageTensor, stage: int) -> Tensor | None:
+    def _at(self, tensor: Tensor, stage: int) -> Tensor | None:
         """Values of ``tensor`` on ``stage``; ``None`` elsewhere."""
         home = _home(tensor)
         source = stage if stage in home.holders else min(home.holders)
@@ -358,7 +359,7 @@ class HookView:
             value = tensor.detach() if self._mesh.stage == source else None
             return self._sent(value, spec_of(tensor), source, [stage], home.name)
 
-    def _everywhere(self, tensor: StageTensor) -> Tensor:
+    def _everywhere(self, tensor: Tensor) -> Tensor:
         """Values of ``tensor`` on every stage, sent by its first holder so that all read the same bits."""
         home = _home(tensor)
         with in_plain_sight():
@@ -387,7 +388,7 @@ class HookView:
 
     def _make(self, value: Tensor | None, spec: TensorSpec, holders: frozenset[int]) -> Tensor:
         """Tensor that lives on ``holders``: ``value`` there, elsewhere a placeholder with the metadata ``spec``."""
-        if isinstance(value, StageTensor):
+        if value is not None and home_of(value) is not None:
             return value
         if value is None or self._mesh.stage not in holders:
             value = _placeholder(spec)
@@ -398,11 +399,10 @@ class HookView:
             name="a tensor made in a hook",
             holders=holders,
             stage=self._mesh.stage,
-            kind=type(tensor),
             stride=stride,
             sight=self._ownership.sight,
         )
-        StageTensor.watch(tensor, home)
+        watch(tensor, home)
         self._ownership.take_in(tensor, home)
         return tensor
 
@@ -414,8 +414,7 @@ def _home(tensor: Any) -> HomeStages:
 
 
 def _placeholder(spec: TensorSpec) -> Tensor:
-    fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-    return torch.full((1,) * len(spec.size), fill, dtype=spec.dtype, device=spec.device).expand(spec.size)
+    return placeholder(spec.size, spec.dtype, spec.device)
 
 
 def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tensor | None:

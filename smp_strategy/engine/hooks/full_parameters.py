@@ -19,14 +19,11 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, StageTensor, in_plain_sight
+from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, in_plain_sight, unwatch, watch
+from smp_strategy.model.home_stages import resize
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = ["FullSplitLayers", "FullParameters"]
-
-# Attribute of a watched part: the function that its first use calls.
-_MAKE_WHOLE = "_smp_make_whole"
-_NO_USE = (HARMLESS | BY_IDENTITY) - SIZES
 
 
 @contextmanager
@@ -100,14 +97,14 @@ class FullSplitLayers:
         with self._parts.group.meeting("whole weights in a hook"):
             self._show_here()
         for parameter in self._away:
-            StageTensor.resize(parameter, self._parts.whole_shape(parameter))
+            resize(parameter, self._parts.whole_shape(parameter))
 
     def hide(self) -> None:
         """If parameters and gradients are full, let each rank have its part of the changed values again."""
         if self.is_whole:
             self._hide_here()
             for parameter in self._away:
-                StageTensor.resize(parameter, self._parts.shape(parameter))
+                resize(parameter, self._parts.shape(parameter))
         self.is_whole = False
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,16 +151,15 @@ class FullSplitLayers:
     def _watch(self) -> None:
         if self._make_whole is None:
             return
+        guard = _PartInHook(self._make_whole)
         for parameter in self._here:
-            if type(parameter) is nn.Parameter:  # tensors of other classes (guarded, sharded) detect uses themselves
-                setattr(parameter, _MAKE_WHOLE, self._make_whole)
-                parameter.__class__ = _PartInHook
+            if type(parameter) is nn.Parameter:  # guarded ones detect uses themselves
+                watch(parameter, guard)
                 self._watched.append(parameter)
 
     def _unwatch(self) -> None:
         for parameter in self._watched:
-            parameter.__class__ = nn.Parameter
-            delattr(parameter, _MAKE_WHOLE)
+            unwatch(parameter)
         self._watched.clear()
 
     def _agree_on_use(self, *, is_used: bool) -> None:
@@ -178,37 +174,18 @@ class FullSplitLayers:
             )
 
 
-class _PartInHook(nn.Parameter):
-    """Part of a split parameter in a hook before the first use. Parameters take this class temporarily."""
+@final
+class _PartInHook(Guard):
+    """Guard of parts of split parameters in a hook: the first use gathers all of them."""
 
-    # Marker: placed tensors leave operations on such a tensor to this class.
-    has_home = True
+    free = (HARMLESS | BY_IDENTITY) - SIZES
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _NO_USE:
-            with in_plain_sight():
-                return func(*args, **(kwargs or {}))
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _PartInHook))._become_whole()
-        return func(*args, **(kwargs or {}))
+    def __init__(self, make_whole: Callable[[], None]) -> None:
+        self._make_whole = make_whole
 
-    def _become_whole(self) -> None:
-        vars(self)[_MAKE_WHOLE]()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        self._become_whole()
-        copied: Tensor = self.__deepcopy__(memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._become_whole()
-        return self.__reduce_ex__(protocol)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        self._become_whole()
-        return repr(self)
+    def lift(self) -> None:
+        """Gather the parts."""
+        self._make_whole()
 
 
 @final

@@ -11,8 +11,9 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
-from smp_strategy.data_parallel.resting import RestingParameter
+from smp_strategy.data_parallel.resting import RestingGuard
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.guarded_tensors import guard_of
 from tests.pieces import pieces_shown
 from tests.unit.data_parallel.world import World
 
@@ -376,7 +377,7 @@ def test_small_parameters_stay_but_are_gathered_anew_after_a_step():
     for module, unit in zip(ranks.blocks, ranks.units, strict=True):
         with pieces_shown(unit):
             module.inner.weight.data.add_(1.0)
-        assert isinstance(module.inner.weight, RestingParameter)
+        assert isinstance(guard_of(module.inner.weight), RestingGuard)
     ranks.gather()
     for module in ranks.blocks:
         assert torch.equal(module.inner.weight, block().inner.weight + 1.0)

@@ -8,7 +8,8 @@ from torch import nn, optim
 
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor
+from smp_strategy.model.guarded_tensors import watch
+from smp_strategy.model.home_stages import HomeStages, HookAccess, send_away
 from smp_strategy.planning.memory.counting import count
 from tests.unit.data_parallel.world import World
 
@@ -17,9 +18,7 @@ MESH: Any = SimpleNamespace(rank=3, stage=1)
 
 def home(tensor: torch.Tensor, *holders: int) -> HomeStages:
     stride = tuple(tensor.stride())
-    return HomeStages(
-        name="w", holders=frozenset(holders), stage=1, kind=type(tensor), stride=stride, sight=HookAccess()
-    )
+    return HomeStages(name="w", holders=frozenset(holders), stage=1, stride=stride, sight=HookAccess())
 
 
 def trained(model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -57,8 +56,8 @@ def test_memory_that_tensors_share_counts_once_and_as_a_whole():
 def test_what_is_on_other_stages_or_on_the_meta_device_is_not_here():
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4, device="meta"))
     whole = count(model, [], MESH)
-    StageTensor.send_away(model[0].weight, home(model[0].weight, 0))
-    StageTensor.send_away(model[1].running_mean, home(model[1].running_mean, 0, 2))
+    send_away(model[0].weight, home(model[0].weight, 0))
+    send_away(model[1].running_mean, home(model[1].running_mean, 0, 2))
     found = count(model, [], MESH)
     assert (whole.parameters, found.parameters) == (4 * 32, 0)
     assert whole.buffers - found.buffers == 4 * 4
@@ -67,7 +66,7 @@ def test_what_is_on_other_stages_or_on_the_meta_device_is_not_here():
 def test_what_is_here_is_counted_also_while_a_hook_looks_at_it():
     model = nn.Linear(8, 4, bias=False)
     model.weight.grad = torch.ones_like(model.weight)
-    StageTensor.watch(model.weight, home(model.weight, 1))
+    watch(model.weight, home(model.weight, 1))
     found = count(model, [], MESH)
     assert (found.parameters, found.gradients) == (128, 128)
 
