@@ -18,11 +18,9 @@ microbatch           Splitting of a batch into microbatches.
 microbatch_runner    Runs the microbatches of a step in turns.
 job                  A step to be run, and its result.
 runtime              Runs steps in the order of a plan; replaces the forward of units.
-coroutine            A microbatch's program, paused while it waits.
-threads              Threads for coroutines.
+coroutine            A microbatch's program, paused while it waits, and its thread.
 current_program      Holder of the running program.
-stage                This rank's stage, and the factory of its programs.
-stage_context        Services that all programs of a stage share.
+stage                This rank's stage: services that its programs share.
 transport            Send and receive between stages.
 wire_format          Tensors as messages.
 schedule             Plan: actions of each stage, with a text form.

@@ -13,6 +13,7 @@ The program gets placed tensors back on every stage. If a result cannot be predi
 describes the result to the others, which wait for the description.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from smp_strategy.model.trace.side_effects import Changed, apply_changes, conten
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_change, place_plain
 from smp_strategy.pipeline.arguments import CallArguments
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
@@ -48,10 +50,11 @@ from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
-from smp_strategy.pipeline.routing import Placement, SegmentId
+from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere
+from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import cut_off
-from smp_strategy.pipeline.stage_context import StageContext
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Receipt
 from smp_strategy.pipeline.unpredictable import UnpredictableCalls
 from smp_strategy.pipeline.wrap_unit import wrap_unit
 
@@ -63,32 +66,39 @@ class MicrobatchInterpreter:
     """Interprets the calls of one microbatch on one stage.
 
     Args:
-        context: services that all programs of this stage share.
+        stage: this rank's stage.
         microbatch: number of the microbatch in the step.
         seed: seed of its random streams; unused if ``generators`` are given.
         generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
+        pause: hands control to the scheduler, with the receives that the program waits for.
+        expected: signatures of the events that the plan was made for; ``None`` without a plan.
         gate: gate at which it waits for earlier microbatches, if any.
+        current: holder of the running program, which takes over operations on tensors of ended programs.
+
+    Attributes:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
     """
 
     def __init__(
         self,
-        context: StageContext,
+        stage: Stage,
         *,
         microbatch: int,
-        seed: int,
-        generators: GlobalGenerators | None,
-        gate: Gate | None,
-        program_trace: ProgramTrace,
-        graph: LocalGraph,
+        seed: int = 0,
+        generators: GlobalGenerators | None = None,
+        pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
+        expected: Sequence[object] | None = None,
+        gate: Gate | None = None,
+        current: CurrentProgram | None = None,
     ) -> None:
         self.microbatch = microbatch
+        router = functools.partial(Router, stage.stage_of, stage.num_stages)
+        self.program_trace = ProgramTrace(router, expected, stage.latest)
+        graph = LocalGraph(stage=stage.number, microbatch=microbatch, transport=stage.transport, pause=pause)
         self.graph = graph
-        self.is_survey = context.exposed is not None or context.rehearsal is not None
-        self._exposed = context.exposed
-        self.program_trace = program_trace
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
+        self.is_survey = stage.is_dry
         self.closed = False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
@@ -98,18 +108,19 @@ class MicrobatchInterpreter:
         # The policy of the innermost open `recomputing`.
         self._asked: ActivationPolicy | None = None
         self._gate = gate
-        self._rehearsal = context.rehearsal
-        self._stage = context.stage
-        self._shape_inference = context.shape_inference
-        self._current = context.current
-        self._make_known = context.make_known
-        self._with_weights = context.with_weights
-        self._activations = context.activations
-        self._reads_refused = context.reads_refused
-        self._arguments = CallArguments(self, program_trace, context.stage, context.exposed)
-        self._draws = ProgramDraws(context.streams, seed, generators)
+        self._current = current or CurrentProgram()
+        self._stage = stage.number
+        self._shape_inference = stage.shape_inference
+        self._make_known = stage.make_known
+        self._with_weights = stage.with_weights
+        self._activations = stage.activations
+        self._reads_refused = stage.reads_refused
+        self._exposed = stage.exposed
+        self._rehearsal = stage.rehearsal
+        self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
+        self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
-            context.stage, program_trace, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
+            stage.number, self.program_trace, graph, self._draws, exchange=self._exchange, run=self._run
         )
         # Containers in objects that a dry run lends to units, with their contents before.
         self._lent: list[tuple[Any, Any]] = []
@@ -242,7 +253,7 @@ class MicrobatchInterpreter:
         if prediction is None:
             prediction = self._predict(call, given)
         if isinstance(prediction, Unpredictable):
-            return self._call_and_tell(call, prediction)
+            return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
         if prediction.changed:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
             if plain and must_run_everywhere(name, leaves, prediction, plain):
@@ -266,17 +277,6 @@ class MicrobatchInterpreter:
         if prediction.random:
             self._draws.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
-
-    def _call_and_tell(self, call: InterpretedCall, why: Unpredictable) -> Any:
-        """Make an unpredictable call: its stage runs it, and the others wait for the description of its result."""
-        if not self.computes_here:
-            raise ValueNeededError(f"{call.name}: {why.reason}")
-        if call.kind == "op":
-            self._draws.count_operation()
-        described = self._unpredictable.call(self, call)
-        refuse_changed_plain(call.name, call.leaves, described.prediction)
-        values = described.complete(self.program_trace)
-        return self._hand_out(call, described.prediction, described.segment, values, described.ran)
 
     def _hand_out(
         self,

@@ -12,7 +12,7 @@ from typing import Any, final
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event
 from smp_strategy.pipeline.backward import MicrobatchBackward
-from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.coroutine import Coroutine, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, StepRun, trace_of
@@ -23,7 +23,6 @@ from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import StepEnd
-from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.transport import Receipt
 
 __all__ = ["ALL_SEGMENTS", "MicrobatchRunner"]
@@ -102,7 +101,8 @@ class MicrobatchRunner:
                 coroutine.pause()
 
         job = self.job
-        program = self.stage.program(
+        program = MicrobatchInterpreter(
+            self.stage,
             microbatch=number,
             seed=seed,
             pause=pause,

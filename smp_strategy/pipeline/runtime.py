@@ -21,7 +21,7 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.action_order import backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.barriers import BarrierSteps
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
@@ -32,7 +32,6 @@ from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 from smp_strategy.pipeline.writes import WatchedWrites
 

@@ -21,7 +21,7 @@ from typing import Any
 from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
 from smp_strategy.model.trace.side_effects import watched
 from smp_strategy.pipeline.module_hooks import with_backward_hooks
-from smp_strategy.pipeline.stage_context import WithWeights
+from smp_strategy.pipeline.stage import WithWeights
 
 __all__ = ["wrap_unit"]
 
