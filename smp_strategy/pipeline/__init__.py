@@ -24,7 +24,7 @@ stage                This rank's stage: services that its programs share.
 transport            Send and receive between stages.
 wire_format          Tensors as messages.
 schedule             Plan: actions of each stage, with a text form.
-action_order         Properties of an action order.
+action_order         Order without a plan; properties of an order.
 recorder             Measures every action.
 recording            Measured times of a step.
 ==================== ==========================================================================================
@@ -43,7 +43,7 @@ glue_parameters      Parameters of units that code above the units uses.
 Around a unit, and code that bypasses it:
 
 ==================== ==========================================================================================
-wrap_unit            Wrappers around a unit's forward; [Note: wrapping order].
+wrap_unit            Wrappers around a unit's forward; [Note: wrapping order]. Calls outside of a program.
 module_hooks         Hooks that must run on the unit's stage.
 autograd_functions   Custom autograd Functions and checkpoints in the glue.
 ==================== ==========================================================================================

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
-__all__ = ["watched_entrances"]
+__all__ = ["refuse_in_function", "watched_entrances"]
 
 # Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
@@ -75,6 +75,15 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         return program.operation(function.__name__, MethodType(original, function), args, kwargs)
     finally:
         program.function = before
+
+
+def refuse_in_function(function: str, unit: str) -> NoReturn:
+    """Refuse the call of ``unit`` inside of the autograd Function ``function``, which runs as one operation."""
+    raise UnsupportedError(
+        f"`{function}`, an autograd Function in the code above the units, calls unit `{unit}`, but runs on one stage "
+        "as a whole. Let it stay together with the modules that it calls: use `smp_strategy.unit(module)` on the "
+        "module that applies it."
+    )
 
 
 def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: Any, preserve: Any, *inputs: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.job import check_loss
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
@@ -51,7 +51,7 @@ class MicrobatchBackward:
         goes_on: bool = False,
         retain_graph: bool = False,
     ) -> None:
-        _check_loss(loss)
+        check_loss(loss)
         self._program = program
         self._stage = stage
         self._transport = transport
@@ -199,15 +199,3 @@ class MicrobatchBackward:
             # The value was an input of a unit that does not use it. The other stage cannot know that, and waits.
             gradient = torch.zeros(source.spec.size, dtype=source.spec.dtype, device=source.spec.device)
         self._transport.send(gradient, source.spec, source.stage, source.tag + 1)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise UnsupportedError(f"The step must return a loss tensor, but returned {type(loss).__name__}.")
-    if loss.numel() != 1:
-        raise UnsupportedError(f"The loss must have one element, but has shape {list(loss.shape)}.")
-    if not loss.requires_grad:
-        raise UnsupportedError(
-            "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
-            "under torch.no_grad() or from a detached tensor."
-        )

@@ -101,6 +101,6 @@ def rehearse(
                 for number in range(len(runner.coroutines)):
                     while not runner.is_held(number) and not runner.resume(number) and in_order:
                         pass
-            return runner.events_of_last()
+            return runner.programs[-1].program_trace.events
     finally:
         runner.cancel()

@@ -185,14 +185,6 @@ class Transport:
             "a tensor of another stage",
         )
 
-    def poll(self) -> None:
-        """Check for deadlock; call it repeatedly inside of :meth:`waiting_for` if nothing there blocks.
-
-        Raises:
-            ApartError: none of the messages can arrive.
-        """
-        self._watch.poll()
-
     def confirm(self, stage: int, tag: int) -> None:
         """Wait until the message to ``stage`` under ``tag`` has arrived, and free it; a second call does nothing."""
         if (stage, tag) in self._sent:
