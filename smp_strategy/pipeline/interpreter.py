@@ -15,8 +15,7 @@ describes the result to the others, which wait for the description.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -30,17 +29,12 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
-from smp_strategy.model.trace.prediction import (
-    Callee,
-    Prediction,
-    Unpredictable,
-    ValueNeededError,
-)
+from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
-from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back
+from smp_strategy.model.trace.side_effects import Changed, apply_changes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_change, place_plain
-from smp_strategy.pipeline.arguments import CallArguments
+from smp_strategy.pipeline.aliasing import follow_change, place_plain, share_memory, take_change
+from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
@@ -95,8 +89,7 @@ class MicrobatchInterpreter:
         self.microbatch = microbatch
         router = functools.partial(Router, stage.stage_of, stage.num_stages)
         self.program_trace = ProgramTrace(router, expected, stage.latest)
-        graph = LocalGraph(stage=stage.number, microbatch=microbatch, transport=stage.transport, pause=pause)
-        self.graph = graph
+        graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.is_survey = stage.is_dry
         self.closed = False
@@ -105,8 +98,7 @@ class MicrobatchInterpreter:
         self.is_predicting = False
         # The running autograd Function of the glue.
         self.function = ""
-        # The policy of the innermost open `recomputing`.
-        self._asked: ActivationPolicy | None = None
+        self.asked: ActivationPolicy | None = None
         self._gate = gate
         self._current = current or CurrentProgram()
         self._stage = stage.number
@@ -122,8 +114,6 @@ class MicrobatchInterpreter:
         self._unpredictable = UnpredictableCalls(
             stage.number, self.program_trace, graph, self._draws, exchange=self._exchange, run=self._run
         )
-        # Containers in objects that a dry run lends to units, with their contents before.
-        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
@@ -141,8 +131,6 @@ class MicrobatchInterpreter:
         self.graph.close()
         self.cached.clear()
         self._arguments.clear()
-        put_back(self._lent[::-1])
-        self._lent.clear()
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
@@ -150,31 +138,16 @@ class MicrobatchInterpreter:
 
     def check_current(self, tensor: PlacedTensor) -> None:
         """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
-        if tensor.is_stale:
+        if tensor.version != tensor.memory.version:
             follow_change(tensor, self.program_trace, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
-        """Make a placed tensor for a tensor that exists already.
-
-        Args:
-            spec: metadata of the tensor.
-            stages: stages that hold it.
-            tensor: the real tensor on these stages; ``None`` elsewhere.
-        """
+        """Make a placed tensor for a tensor that exists already on ``stages``; elsewhere it is ``None``."""
         value, home = self.program_trace.given(spec, stages)
         placed = PlacedTensor(self, value, spec, home)
         if tensor is not None:
             placed.origin = placed.current = (self.graph.current, tensor)
         return placed
-
-    @contextmanager
-    def recomputing(self, treatment: ActivationPolicy) -> Iterator[None]:
-        """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
-        before, self._asked = self._asked, treatment
-        try:
-            yield
-        finally:
-            self._asked = before
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
@@ -199,7 +172,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
-        self._refuse_hidden(name)
+        refuse_hidden(name, self)
         result = self._call("op", name, Callee(function, function), args, kwargs)
         if self._gate is not None:
             self._gate.reach(len(self.program_trace.events))
@@ -212,7 +185,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
-        self._refuse_hidden(name)
+        refuse_hidden(name, self)
         if not self.computes_here and self._rehearsal is None:
             raise ValueNeededError(name)
         if self._reads_refused:
@@ -237,10 +210,7 @@ class MicrobatchInterpreter:
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedError(
-                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
-                "the transform into an nn.Module that belongs to a unit."
-            )
+            refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)
         placed, given = self._arguments.open(leaves)
         if kind == "op" and not placed:
@@ -296,7 +266,7 @@ class MicrobatchInterpreter:
         for result, alias in zip(results, prediction.aliases, strict=True):
             if alias is not None:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
-                result.share(source, is_view=alias.is_view)
+                share_memory(result, source, is_view=alias.is_view)
         if ran is not None:
             constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
@@ -304,9 +274,8 @@ class MicrobatchInterpreter:
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
-            leaves[position].changed_in_place(value, spec, segment)
             here = None if ran is None else (self.graph.current, ran.inputs[position])
-            leaves[position].origin = leaves[position].current = here
+            take_change(leaves[position], value, spec, segment, here)
         return assemble(prediction, results, leaves, constants)
 
     def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
@@ -321,7 +290,7 @@ class MicrobatchInterpreter:
             noting = self._exposed.noting(call.name, module)
         if call.kind == "unit" and module is not None:
             is_compiled = call.callee.compiled is not None
-            about = UnitCall(call.name, module, self.microbatch, seeded, self._asked, changed, is_compiled)
+            about = UnitCall(call.name, module, self.microbatch, seeded, self.asked, changed, is_compiled)
             function = wrap_unit(function, about, with_weights=self._with_weights, activations=self._activations)
         self.enclosing = module
         try:
@@ -333,25 +302,14 @@ class MicrobatchInterpreter:
     def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
-            # Units that run on fake tensors may fill objects of the user (a cache, say): `close` undoes that.
             if not self.computes_here and call.kind == "unit":
-                self._lent += contents_of_objects(given)
+                self._arguments.lend(given)
             if self.computes_here or self._exposed is None or call.callee.module is None:
                 return self._shape_inference.predict(call.callee, given, call.structure)
             with self._exposed.unmarked(call.name, call.callee.module):
                 return self._shape_inference.predict(call.callee, given, call.structure, survey=self._exposed)
         finally:
             self.enclosing, self.is_predicting = None, False
-
-    def _refuse_hidden(self, name: str) -> None:
-        """Refuse an operation inside a unit on a placed tensor that was not among the unit's arguments."""
-        if self.enclosing is None and not self.is_predicting:
-            return
-        where = "an operation" if self.enclosing is None else f"a unit ({type(self.enclosing).__name__})"
-        raise UnsupportedError(
-            f"`{name}` inside {where} meets a placed tensor, which came there in an object or an attribute. Give it as "
-            "an argument: bare, or in a tuple, list, dict or dataclass."
-        )
 
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
         # A survey (stage -1) has no tensors to send, and a rehearsal only pauses where a message would have to come.

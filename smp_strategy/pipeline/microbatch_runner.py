@@ -287,12 +287,4 @@ class MicrobatchRunner:
 
     def backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> MicrobatchBackward:
         """The backward of a microbatch from ``loss``, weighted by its share of the samples and ``factor``."""
-        return MicrobatchBackward(
-            self.programs[number],
-            loss,
-            self.job.weights[number] * factor,
-            stage=self.stage.number,
-            num_stages=self.stage.num_stages,
-            transport=self.stage.transport,
-            **options,
-        )
+        return MicrobatchBackward(self.programs[number], loss, self.job.weights[number] * factor, self.stage, **options)
