@@ -24,6 +24,7 @@ from transformers.utils import logging
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import choose_units
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import entered
@@ -54,7 +55,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         device=CPU,
     )
     calls.runtime = Runtime(stage)
-    program = stage.program(microbatch=0, seed=0)
+    program = MicrobatchInterpreter(stage, microbatch=0)
 
     def forward(program: Any) -> None:
         assert calls.runtime is not None
@@ -64,7 +65,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         program.close()
 
     forward(program)
-    return lambda: forward(stage.program(microbatch=0, seed=0)), len(program.program_trace.events)
+    return lambda: forward(MicrobatchInterpreter(stage, microbatch=0)), len(program.program_trace.events)
 
 
 def bare_forward(ids: torch.Tensor) -> Callable[[], Any]:

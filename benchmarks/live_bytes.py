@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smp_strategy.pipeline.threads import ProgramThread
+from smp_strategy.pipeline.coroutine import ProgramThread
 
 __all__ = ["Baseline", "peak_of"]
 

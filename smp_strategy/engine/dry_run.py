@@ -171,7 +171,7 @@ def _survey(
         exposed=exposed,
         replicas=inputs.replicas,
     )
-    uses = GlueUses(units, lambda: runtime.running_unit, exposed)
+    uses = GlueUses(units, lambda: runtime.current.running_unit, exposed)
     log = CallLog(device.type)
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
 

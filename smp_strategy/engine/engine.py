@@ -409,7 +409,7 @@ class Engine:
         """
         if self._calls.runtime is None:
             return function(*args, **kwargs)
-        return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
+        return self._calls.runtime.current.call_with_values(function, args, kwargs, unknown=unknown)
 
     def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Let ``watch(unit, call)`` answer calls of units outside of steps, also before the first step."""

@@ -69,7 +69,8 @@ class Inspection:
     @property
     def traffic(self) -> OffloadStats:
         """Offload statistics of this rank in the latest step with backward."""
-        return OffloadStats() if self._parts.calls.runtime is None else self._parts.calls.runtime.traffic
+        runtime = self._parts.calls.runtime
+        return OffloadStats() if runtime is None else runtime.stage.activations.offload.traffic
 
     def memory_report(self) -> MemoryReport:
         """Memory of each rank, counted and predicted. Collective over all ranks, outside of steps."""

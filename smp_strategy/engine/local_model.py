@@ -170,7 +170,7 @@ class LocalModel:
         )
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
-        """``function`` with weights in place; see :data:`smp_strategy.pipeline.stage_context.WithWeights`."""
+        """``function`` with weights in place; see :data:`smp_strategy.pipeline.stage.WithWeights`."""
         if self.sharded is not None:
             function = self.sharded.call(unit, function, token)
         else:

@@ -148,7 +148,7 @@ class ManualSteps:
         """Run a step forward and pause it until its backward. Its losses are not weighted."""
         runtime, sharded = self._calls.runtime, self._sharded
         assert runtime is not None
-        program = deferring_loss(job.step, self._once_in_step, runtime.make_real)
+        program = deferring_loss(job.step, self._once_in_step, runtime.stage.make_real)
         job = replace(job, step=program, weights=[1.0] * len(microbatches))
         if sharded is not None:
             sharded.begin_pass()
@@ -177,7 +177,7 @@ class ManualSteps:
     @property
     def is_in_step(self) -> bool:
         """Whether code of a step, dry or not, is the caller."""
-        return self._calls.runtime is not None and self._calls.runtime.is_in_step
+        return self._calls.runtime is not None and self._calls.runtime.current.is_in_step
 
     def once(self, name: str, act: Callable[[list[Any]], Any], value: Any = None, *, also_dry: bool = False) -> Any:
         """In the code of a step: wait for all microbatches, then run ``act`` once for the batch.
@@ -192,7 +192,7 @@ class ManualSteps:
             Result of ``act``, in all microbatches. Outside of a step it runs at once.
         """
         runtime, hidden = self._calls.runtime, self._hidden
-        if runtime is None or not runtime.is_in_step:
+        if runtime is None or not runtime.current.is_in_step:
             return act([value])
 
         def with_gradients(values: list[Any]) -> Any:
@@ -217,7 +217,7 @@ class ManualSteps:
     def mean(self, values: Sequence[Any]) -> Tensor:
         """In an action of :meth:`once`: mean over the batch of one number per microbatch, real everywhere."""
         assert self._calls.runtime is not None
-        real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
+        real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.stage.make_real(list(values))]
         stacked = torch.stack(real)
         return (stacked * stacked.new_tensor(self._weights)).sum()
 

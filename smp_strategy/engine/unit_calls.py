@@ -152,7 +152,7 @@ class UnitCalls:
 
     @property
     def _is_in_step(self) -> bool:
-        return self.runtime is not None and (self.runtime.is_in_step or self.runtime.is_in_unit)
+        return self.runtime is not None and (self.runtime.current.is_in_step or self.runtime.is_in_unit)
 
     def recompute_inside(
         self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]], activations: UnitWrapper, device: torch.device

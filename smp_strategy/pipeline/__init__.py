@@ -1,42 +1,45 @@
 """Pipeline parallelism: runs the user's unmodified program on every stage, call by call.
 
-The search for a plan is in :mod:`smp_strategy.planning`. In reading order, the main path first:
+The search for a plan is in :mod:`smp_strategy.planning`. The core, in reading order:
 
 ==================== ==========================================================================================
 placed_tensor        Tensor subclass with values on one stage and metadata on all; what the user's code sees.
-placed_ops           Tables of its operations that read values, and of those that are refused.
 interpreter          Each call in four moves: predict, record and route, exchange, run.
-outcome              Check of a call's result against its prediction.
 routing              Rule that places events on stages; [Note: segments].
 program_trace        Events of a microbatch, with their stages; [Note: following a trace].
 local_graph          Real tensors of a microbatch on a stage, cut at segment borders.
 segments             Imports and exports at the cuts of the autograd graph.
 backward             Backward of a microbatch, segment by segment.
+microbatch_runner    Runs the microbatches of a step in turns.
+runtime              Runs steps in the order of a plan; replaces the forward of units.
+coroutine            A microbatch's program, paused while it waits, and its thread.
+stage                This rank's stage: services that its programs share.
+transport            Send and receive between stages.
+schedule             Plan: actions of each stage, with a text form.
+==================== ==========================================================================================
+
+What the core uses:
+
+==================== ==========================================================================================
+placed_ops           Tables of operations on placed tensors: reads of values, refused ones.
+outcome              Check of a call's result against its prediction.
 split_backward       Input gradients first, weight gradients later; [Note: split backward].
 weight_gradients     Formulas of deferred weight gradients.
 microbatch           Splitting of a batch into microbatches.
-microbatch_runner    Runs the microbatches of a step in turns.
 job                  A step to be run, and its result.
-runtime              Runs steps in the order of a plan; replaces the forward of units.
-coroutine            A microbatch's program, paused while it waits.
-threads              Threads for coroutines.
 current_program      Holder of the running program.
-stage                This rank's stage, and the factory of its programs.
-stage_context        Services that all programs of a stage share.
-transport            Send and receive between stages.
 wire_format          Tensors as messages.
-schedule             Plan: actions of each stage, with a text form.
-action_order         Properties of an action order.
+action_order         Order without a plan; properties of an order.
 recorder             Measures every action.
 recording            Measured times of a step.
 ==================== ==========================================================================================
 
-Special cases beside it. Results that are unpredictable, and tensors that are shared or kept:
+Special cases. Results that are unpredictable, and tensors that are shared or kept:
 
 ==================== ==========================================================================================
 unpredictable        Calls with data-dependent results.
 arguments            Preparation of call arguments.
-aliasing             In-place changes that reach placed tensors through views.
+aliasing             In-place changes of placed tensors, also through views.
 replicated_tensors   In-place changes of tensors that every stage has.
 kept_tensors         Placed tensors that outlive their step.
 glue_parameters      Parameters of units that code above the units uses.
@@ -45,7 +48,7 @@ glue_parameters      Parameters of units that code above the units uses.
 Around a unit, and code that bypasses it:
 
 ==================== ==========================================================================================
-wrap_unit            Wrappers around a unit's forward; [Note: wrapping order].
+wrap_unit            Wrappers around a unit's forward; [Note: wrapping order]. Calls outside of a program.
 module_hooks         Hooks that must run on the unit's stage.
 autograd_functions   Custom autograd Functions and checkpoints in the glue.
 ==================== ==========================================================================================

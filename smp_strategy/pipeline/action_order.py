@@ -1,4 +1,4 @@
-"""Properties of a stage's action order, computed by the runtime before a step."""
+"""Order of a stage's actions: the order without a plan, and properties that a step needs to know beforehand."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,7 +6,34 @@ from itertools import pairwise
 
 from smp_strategy.pipeline.schedule import Action, Plan
 
-__all__ = ["backward_positions", "begun_early", "is_in_order", "tail_of"]
+__all__ = [
+    "ALL_SEGMENTS",
+    "backward_positions",
+    "begun_early",
+    "is_alternating",
+    "is_in_order",
+    "peak_microbatches",
+    "program_order",
+    "tail_of",
+]
+
+ALL_SEGMENTS = 1 << 30
+"""Number of a segment after all others."""
+
+
+def program_order(num_microbatches: int, *, has_backward: bool) -> list[Action]:
+    """Actions of a run without a plan: forward and backward of each microbatch in turn, all segments at once."""
+    order = []
+    for number in range(num_microbatches):
+        order.append(Action("F", number, ALL_SEGMENTS))
+        if has_backward:
+            order.append(Action("B", number, 0))
+    return order
+
+
+def is_alternating(actions: Sequence[Action]) -> bool:
+    """Whether each forward is followed by a backward at once."""
+    return bool(actions) and [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
 
 
 def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
@@ -53,3 +80,15 @@ def begun_early(actions: Sequence[Action]) -> list[tuple[int, ...]]:
         comes_back.add(action.microbatch)
         following = action.microbatch
     return found
+
+
+def peak_microbatches(actions: Sequence[Action]) -> int:
+    """Peak number of microbatches whose activations a stage holds at once."""
+    alive, peak = set(), 0
+    last = {action.microbatch: action for action in actions}
+    for action in actions:
+        alive.add(action.microbatch)
+        peak = max(peak, len(alive))
+        if action is last[action.microbatch]:
+            alive.discard(action.microbatch)
+    return peak

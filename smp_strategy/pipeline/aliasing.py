@@ -1,4 +1,4 @@
-"""In-place changes that reach placed tensors through views and shared memory.
+"""In-place changes of placed tensors, also through views and shared memory.
 
 A tensor and its views share memory on the stage that made them, so a change through one of them reaches the others
 there. Copies of them on other stages do not change, and are out of date.
@@ -6,17 +6,54 @@ there. Copies of them on other stages do not change, and are out of date.
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.events import Event
+from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import check_tensor
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
+from smp_strategy.pipeline.routing import SegmentId
 
-__all__ = ["follow_change", "place_plain"]
+__all__ = ["follow_change", "place_plain", "share_memory", "take_change"]
+
+
+def share_memory(tensor: PlacedTensor, other: Tensor, *, is_view: bool) -> None:
+    """Share the memory of ``other``, of which ``tensor`` is a view or a detached copy."""
+    if not isinstance(other, PlacedTensor):
+        tensor.memory.is_plain = True
+        return
+    tensor.memory, tensor.version = other.memory, other.memory.version
+    if is_view:
+        tensor.family = other.family
+
+
+def take_change(
+    tensor: PlacedTensor, value: Value, spec: TensorSpec, where: SegmentId, here: tuple[int, Tensor] | None
+) -> None:
+    """Turn ``tensor`` into the result of an in-place operation.
+
+    Args:
+        tensor: placed tensor that was changed.
+        value, spec: value and metadata of the result.
+        where: segment of the operation.
+        here: number of this segment and the real tensor, on the stage that ran the operation.
+    """
+    if spec.size != tensor.spec.size:
+        raise UnsupportedError(
+            f"An in-place operation changed the shape of a placed tensor from {list(tensor.spec.size)} to "
+            f"{list(spec.size)}. Use the operation that returns a new tensor."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(spec.requires_grad)
+    tensor.value, tensor.spec, tensor.born = value, spec, where
+    tensor.memory.version += 1
+    tensor.memory.changed = (value, where, tensor.family)
+    tensor.version = tensor.memory.version
+    tensor.origin = tensor.current = here
 
 
 def follow_change(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int) -> None:
@@ -45,7 +82,9 @@ def follow_change(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int)
     inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
     placement = program_trace.place(Event("op", "alias", inputs, (value,)))
     assert not placement.moves, "views and their base are on one stage"
-    tensor.refresh(value, spec)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(spec.requires_grad)
+    tensor.value, tensor.spec, tensor.version = value, spec, tensor.memory.version
     if where.stage == stage:
         assert tensor.origin is not None
         check_tensor("alias", spec, tensor.origin[1])
@@ -69,7 +108,9 @@ def place_plain(
     # An alias: the tensor itself is about to become something else.
     real = graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
     value, home = program_trace.given(spec, range(program_trace.num_stages))
-    placed = PlacedTensor.from_plain(tensor, interpreter, value, spec, home)
+    tensor.__class__ = PlacedTensor
+    assert isinstance(tensor, PlacedTensor)
+    tensor.stand_for(interpreter, value, spec, home)
     if computes:
-        placed.origin = placed.current = (graph.current, real)
-    return placed
+        tensor.origin = tensor.current = (graph.current, real)
+    return tensor

@@ -1,19 +1,22 @@
 """Preparation of call arguments: placed tensors of this program, and metadata for the prediction."""
 
+import operator
 import weakref
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from torch import Tensor
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes, left_behind
 from smp_strategy.model.trace.fake_call import is_left_behind
+from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_change
 from smp_strategy.pipeline.kept_tensors import AdoptedTensors
-from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor, number_of
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
 
-__all__ = ["CallArguments"]
+__all__ = ["CallArguments", "refuse_hidden", "refuse_transform"]
 
 
 @final
@@ -35,6 +38,8 @@ class CallArguments:
         self._stage = stage
         self._exposed = exposed
         self._adopted = AdoptedTensors()
+        # Containers lent to dry units, with their contents before.
+        self._lent: list[tuple[Any, Any]] = []
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
 
     def open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
@@ -56,7 +61,7 @@ class CallArguments:
                     given.append(leaf.spec)
                     continue
             if isinstance(leaf, slice):
-                leaf = leaves[position] = slice(*map(number_of, (leaf.start, leaf.stop, leaf.step)))
+                leaf = leaves[position] = slice(*map(_number_of, (leaf.start, leaf.stop, leaf.step)))
             if not isinstance(leaf, Tensor):
                 given.append(leaf)
             elif is_left_behind(leaf):
@@ -67,9 +72,15 @@ class CallArguments:
                 given.append(self._spec_of(leaf))
         return placed, given
 
+    def lend(self, given: list[Any]) -> None:
+        """Remember containers in objects of the user: a dry unit on fake tensors may fill them (a cache, say)."""
+        self._lent += contents_of_objects(given)
+
     def clear(self) -> None:
-        """Release adopted tensors at the end of the program."""
+        """Release adopted tensors, and empty lent containers again, at the end of the program."""
         self._adopted.clear()
+        put_back(self._lent[::-1])
+        self._lent.clear()
 
     def _spec_of(self, tensor: Tensor) -> TensorSpec:
         # Remembered, since a mask or a rotary table goes to every block.
@@ -84,3 +95,27 @@ class CallArguments:
         if self._exposed is None or not self._exposed.has_news:
             raise left_behind()
         return self._interpreter.bring(TensorSpec.of(mark), [0], None)
+
+
+def refuse_hidden(name: str, interpreter: Interpreter) -> None:
+    """Refuse an operation inside a unit on a placed tensor that was not among the unit's arguments."""
+    if interpreter.enclosing is None and not interpreter.is_predicting:
+        return
+    where = "an operation" if interpreter.enclosing is None else f"a unit ({type(interpreter.enclosing).__name__})"
+    raise UnsupportedError(
+        f"`{name}` inside {where} meets a placed tensor, which came there in an object or an attribute. Give it as "
+        "an argument: bare, or in a tuple, list, dict or dataclass."
+    )
+
+
+def refuse_transform(name: str) -> NoReturn:
+    """Refuse a call under a transform of ``torch.func``, whose tensors have no stage."""
+    raise UnsupportedError(
+        f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move the "
+        "transform into an nn.Module that belongs to a unit."
+    )
+
+
+def _number_of(bound: Any) -> Any:
+    """A bound of a slice as a number; reads its value if it is a tensor."""
+    return operator.index(bound) if isinstance(bound, Tensor) else bound

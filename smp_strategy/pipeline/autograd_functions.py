@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.pipeline.current_program import CurrentProgram
-from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.placed_tensor import Interpreter, program_of
 
-__all__ = ["watched_entrances"]
+__all__ = ["refuse_in_function", "watched_entrances"]
 
 # Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
@@ -62,7 +61,7 @@ def watched_entrances(current: CurrentProgram) -> Iterator[None]:
 
 
 def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    program = _program_of(args, kwargs)
+    program = program_of(args, kwargs)
     if program is None:
         return original(function, *args, **kwargs)
     if function is BackwardHookFunction:
@@ -77,12 +76,21 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         program.function = before
 
 
+def refuse_in_function(function: str, unit: str) -> NoReturn:
+    """Refuse the call of ``unit`` inside of the autograd Function ``function``, which runs as one operation."""
+    raise UnsupportedError(
+        f"`{function}`, an autograd Function in the code above the units, calls unit `{unit}`, but runs on one stage "
+        "as a whole. Let it stay together with the modules that it calls: use `smp_strategy.unit(module)` on the "
+        "module that applies it."
+    )
+
+
 def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: Any, preserve: Any, *inputs: Any) -> Any:
     if program is None:
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: if no input requires a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
-    with program.recomputing(_treatment(run, preserve)), torch.set_grad_enabled(wanted):
+    with _recomputing(program, _treatment(run, preserve)), torch.set_grad_enabled(wanted):
         return run(*inputs)
 
 
@@ -99,8 +107,18 @@ def _checkpoint(
     if program is None:
         yield from original(function, preserve, contexts, *args, **kwargs)
         return
-    with program.recomputing(_treatment(function, preserve, contexts)):
+    with _recomputing(program, _treatment(function, preserve, contexts)):
         yield
+
+
+@contextmanager
+def _recomputing(program: Interpreter, treatment: ActivationPolicy) -> Iterator[None]:
+    """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
+    before, program.asked = program.asked, treatment
+    try:
+        yield
+    finally:
+        program.asked = before
 
 
 def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> ActivationPolicy:
@@ -112,9 +130,3 @@ def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.n
     group = function.group if isinstance(function, LayersInARow) else 1
     recompute: Recompute = "all" if contexts is torch_checkpoint.noop_context_fn else "cheap"
     return ActivationPolicy(recompute=recompute, group=group, preserve_rng_state=preserve)
-
-
-def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
-    """The program of a placed tensor among the arguments, if there is one."""
-    leaves, _ = flatten_call(args, kwargs)
-    return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.job import check_loss
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
-from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Receipt
 
 __all__ = ["MicrobatchBackward"]
 
@@ -33,8 +34,6 @@ class MicrobatchBackward:
         loss: loss of the microbatch.
         weight: factor of the loss.
         stage: this rank's stage.
-        num_stages: number of stages.
-        transport: transport of the gradients; ``None`` for a single stage.
         goes_on: whether the program continues after this backward, and may run another one.
         retain_graph: whether another backward may pass through the same graph.
     """
@@ -44,17 +43,15 @@ class MicrobatchBackward:
         program: MicrobatchInterpreter,
         loss: Any,
         weight: float,
+        stage: Stage,
         *,
-        stage: int,
-        num_stages: int,
-        transport: Transport | None,
         goes_on: bool = False,
         retain_graph: bool = False,
     ) -> None:
-        _check_loss(loss)
+        check_loss(loss)
         self._program = program
-        self._stage = stage
-        self._transport = transport
+        self._stage = stage.number
+        self._transport = stage.transport
         self._goes_on = goes_on
         self._retain_graph = retain_graph
         self._next = len(program.graph.segments) - 1
@@ -63,7 +60,7 @@ class MicrobatchBackward:
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
         self._remote_uses = program.program_trace.returning(loss_value)
-        self._plant(loss, weight, stage == num_stages - 1)
+        self._plant(loss, weight, stage.number == stage.num_stages - 1)
         self._post_receives()
 
     @property
@@ -199,15 +196,3 @@ class MicrobatchBackward:
             # The value was an input of a unit that does not use it. The other stage cannot know that, and waits.
             gradient = torch.zeros(source.spec.size, dtype=source.spec.dtype, device=source.spec.device)
         self._transport.send(gradient, source.spec, source.stage, source.tag + 1)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise UnsupportedError(f"The step must return a loss tensor, but returned {type(loss).__name__}.")
-    if loss.numel() != 1:
-        raise UnsupportedError(f"The loss must have one element, but has shape {list(loss.shape)}.")
-    if not loss.requires_grad:
-        raise UnsupportedError(
-            "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
-            "under torch.no_grad() or from a detached tensor."
-        )

@@ -12,11 +12,12 @@ from typing import Any, final
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
+from smp_strategy.pipeline.action_order import ALL_SEGMENTS
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.job import Job, StepRun
-from smp_strategy.pipeline.microbatch_runner import ALL_SEGMENTS, MicrobatchRunner
+from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.placed_tensor import Interpreter
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 
@@ -198,7 +199,7 @@ class BarrierSteps:
         assert interpreter is not None
         if interpreter.is_survey:
             return barrier.act([barrier.value]) if also_dry else None
-        if self._run is None or not self._run.runner.has(interpreter):
+        if self._run is None or not _belongs_to(self._run.runner, interpreter):
             raise UnsupportedError(
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."
@@ -235,6 +236,11 @@ class BarrierSteps:
             raise
         finally:
             self._run = None
+
+
+def _belongs_to(runner: MicrobatchRunner, interpreter: Interpreter) -> bool:
+    """Whether it interprets one of the microbatches, and not a hook at a barrier."""
+    return runner.programs[interpreter.microbatch] is interpreter
 
 
 def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:

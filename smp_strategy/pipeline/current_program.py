@@ -5,9 +5,13 @@ placed tensors of programs that have ended. At most one program of a stage runs 
 (:mod:`smp_strategy.pipeline.coroutine`), so a plain attribute is enough.
 """
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
-from smp_strategy.pipeline.placed_tensor import Interpreter
+from torch import nn
+
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
 __all__ = ["CurrentProgram"]
 
@@ -30,3 +34,24 @@ class CurrentProgram:
         self.interpreter = interpreter
         if interpreter is not None:
             interpreter.cached.enter()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a program runs: the caller is code of a step, or of a hook that sees gradients."""
+        return self.interpreter is not None
+
+    @property
+    def running_unit(self) -> nn.Module | None:
+        """The unit whose code is running, if any."""
+        return None if self.interpreter is None else self.interpreter.enclosing
+
+    def call_with_values(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
+    ) -> Any:
+        """See :meth:`smp_strategy.engine.engine.Engine.call_with_values`."""
+        program = self.interpreter
+        if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
+            return function(*args, **kwargs)
+        if program.is_survey:
+            return unknown()
+        return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)

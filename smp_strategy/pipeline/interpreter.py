@@ -13,9 +13,9 @@ The program gets placed tensors back on every stage. If a result cannot be predi
 describes the result to the others, which wait for the description.
 """
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -29,17 +29,13 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
-from smp_strategy.model.trace.prediction import (
-    Callee,
-    Prediction,
-    Unpredictable,
-    ValueNeededError,
-)
+from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
-from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back
+from smp_strategy.model.trace.side_effects import Changed, apply_changes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_change, place_plain
-from smp_strategy.pipeline.arguments import CallArguments
+from smp_strategy.pipeline.aliasing import follow_change, place_plain, share_memory, take_change
+from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
@@ -48,10 +44,11 @@ from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
-from smp_strategy.pipeline.routing import Placement, SegmentId
+from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere
+from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import cut_off
-from smp_strategy.pipeline.stage_context import StageContext
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Receipt
 from smp_strategy.pipeline.unpredictable import UnpredictableCalls
 from smp_strategy.pipeline.wrap_unit import wrap_unit
 
@@ -63,56 +60,60 @@ class MicrobatchInterpreter:
     """Interprets the calls of one microbatch on one stage.
 
     Args:
-        context: services that all programs of this stage share.
+        stage: this rank's stage.
         microbatch: number of the microbatch in the step.
         seed: seed of its random streams; unused if ``generators`` are given.
         generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
+        pause: hands control to the scheduler, with the receives that the program waits for.
+        expected: signatures of the events that the plan was made for; ``None`` without a plan.
         gate: gate at which it waits for earlier microbatches, if any.
+        current: holder of the running program, which takes over operations on tensors of ended programs.
+
+    Attributes:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
     """
 
     def __init__(
         self,
-        context: StageContext,
+        stage: Stage,
         *,
         microbatch: int,
-        seed: int,
-        generators: GlobalGenerators | None,
-        gate: Gate | None,
-        program_trace: ProgramTrace,
-        graph: LocalGraph,
+        seed: int = 0,
+        generators: GlobalGenerators | None = None,
+        pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
+        expected: Sequence[object] | None = None,
+        gate: Gate | None = None,
+        current: CurrentProgram | None = None,
     ) -> None:
         self.microbatch = microbatch
-        self.graph = graph
-        self.is_survey = context.exposed is not None or context.rehearsal is not None
-        self._exposed = context.exposed
-        self.program_trace = program_trace
+        router = functools.partial(Router, stage.stage_of, stage.num_stages)
+        self.program_trace = ProgramTrace(router, expected, stage.latest)
+        graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
+        self.is_survey = stage.is_dry
         self.closed = False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
         self.is_predicting = False
         # The running autograd Function of the glue.
         self.function = ""
-        # The policy of the innermost open `recomputing`.
-        self._asked: ActivationPolicy | None = None
+        self.asked: ActivationPolicy | None = None
         self._gate = gate
-        self._rehearsal = context.rehearsal
-        self._stage = context.stage
-        self._shape_inference = context.shape_inference
-        self._current = context.current
-        self._make_known = context.make_known
-        self._with_weights = context.with_weights
-        self._activations = context.activations
-        self._reads_refused = context.reads_refused
-        self._arguments = CallArguments(self, program_trace, context.stage, context.exposed)
-        self._draws = ProgramDraws(context.streams, seed, generators)
+        self._current = current or CurrentProgram()
+        self._stage = stage.number
+        self._shape_inference = stage.shape_inference
+        self._make_known = stage.make_known
+        self._with_weights = stage.with_weights
+        self._activations = stage.activations
+        self._reads_refused = stage.reads_refused
+        self._exposed = stage.exposed
+        self._rehearsal = stage.rehearsal
+        self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
+        self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
-            context.stage, program_trace, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
+            stage.number, self.program_trace, graph, self._draws, exchange=self._exchange, run=self._run
         )
-        # Containers in objects that a dry run lends to units, with their contents before.
-        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
@@ -130,8 +131,6 @@ class MicrobatchInterpreter:
         self.graph.close()
         self.cached.clear()
         self._arguments.clear()
-        put_back(self._lent[::-1])
-        self._lent.clear()
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
@@ -139,31 +138,16 @@ class MicrobatchInterpreter:
 
     def check_current(self, tensor: PlacedTensor) -> None:
         """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
-        if tensor.is_stale:
+        if tensor.version != tensor.memory.version:
             follow_change(tensor, self.program_trace, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
-        """Make a placed tensor for a tensor that exists already.
-
-        Args:
-            spec: metadata of the tensor.
-            stages: stages that hold it.
-            tensor: the real tensor on these stages; ``None`` elsewhere.
-        """
+        """Make a placed tensor for a tensor that exists already on ``stages``; elsewhere it is ``None``."""
         value, home = self.program_trace.given(spec, stages)
         placed = PlacedTensor(self, value, spec, home)
         if tensor is not None:
             placed.origin = placed.current = (self.graph.current, tensor)
         return placed
-
-    @contextmanager
-    def recomputing(self, treatment: ActivationPolicy) -> Iterator[None]:
-        """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
-        before, self._asked = self._asked, treatment
-        try:
-            yield
-        finally:
-            self._asked = before
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
@@ -188,7 +172,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
-        self._refuse_hidden(name)
+        refuse_hidden(name, self)
         result = self._call("op", name, Callee(function, function), args, kwargs)
         if self._gate is not None:
             self._gate.reach(len(self.program_trace.events))
@@ -201,7 +185,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
-        self._refuse_hidden(name)
+        refuse_hidden(name, self)
         if not self.computes_here and self._rehearsal is None:
             raise ValueNeededError(name)
         if self._reads_refused:
@@ -226,10 +210,7 @@ class MicrobatchInterpreter:
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedError(
-                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
-                "the transform into an nn.Module that belongs to a unit."
-            )
+            refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)
         placed, given = self._arguments.open(leaves)
         if kind == "op" and not placed:
@@ -242,7 +223,7 @@ class MicrobatchInterpreter:
         if prediction is None:
             prediction = self._predict(call, given)
         if isinstance(prediction, Unpredictable):
-            return self._call_and_tell(call, prediction)
+            return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
         if prediction.changed:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
             if plain and must_run_everywhere(name, leaves, prediction, plain):
@@ -267,17 +248,6 @@ class MicrobatchInterpreter:
             self._draws.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
-    def _call_and_tell(self, call: InterpretedCall, why: Unpredictable) -> Any:
-        """Make an unpredictable call: its stage runs it, and the others wait for the description of its result."""
-        if not self.computes_here:
-            raise ValueNeededError(f"{call.name}: {why.reason}")
-        if call.kind == "op":
-            self._draws.count_operation()
-        described = self._unpredictable.call(self, call)
-        refuse_changed_plain(call.name, call.leaves, described.prediction)
-        values = described.complete(self.program_trace)
-        return self._hand_out(call, described.prediction, described.segment, values, described.ran)
-
     def _hand_out(
         self,
         call: InterpretedCall,
@@ -296,7 +266,7 @@ class MicrobatchInterpreter:
         for result, alias in zip(results, prediction.aliases, strict=True):
             if alias is not None:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
-                result.share(source, is_view=alias.is_view)
+                share_memory(result, source, is_view=alias.is_view)
         if ran is not None:
             constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
@@ -304,9 +274,8 @@ class MicrobatchInterpreter:
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
-            leaves[position].changed_in_place(value, spec, segment)
             here = None if ran is None else (self.graph.current, ran.inputs[position])
-            leaves[position].origin = leaves[position].current = here
+            take_change(leaves[position], value, spec, segment, here)
         return assemble(prediction, results, leaves, constants)
 
     def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
@@ -321,7 +290,7 @@ class MicrobatchInterpreter:
             noting = self._exposed.noting(call.name, module)
         if call.kind == "unit" and module is not None:
             is_compiled = call.callee.compiled is not None
-            about = UnitCall(call.name, module, self.microbatch, seeded, self._asked, changed, is_compiled)
+            about = UnitCall(call.name, module, self.microbatch, seeded, self.asked, changed, is_compiled)
             function = wrap_unit(function, about, with_weights=self._with_weights, activations=self._activations)
         self.enclosing = module
         try:
@@ -333,25 +302,14 @@ class MicrobatchInterpreter:
     def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
-            # Units that run on fake tensors may fill objects of the user (a cache, say): `close` undoes that.
             if not self.computes_here and call.kind == "unit":
-                self._lent += contents_of_objects(given)
+                self._arguments.lend(given)
             if self.computes_here or self._exposed is None or call.callee.module is None:
                 return self._shape_inference.predict(call.callee, given, call.structure)
             with self._exposed.unmarked(call.name, call.callee.module):
                 return self._shape_inference.predict(call.callee, given, call.structure, survey=self._exposed)
         finally:
             self.enclosing, self.is_predicting = None, False
-
-    def _refuse_hidden(self, name: str) -> None:
-        """Refuse an operation inside a unit on a placed tensor that was not among the unit's arguments."""
-        if self.enclosing is None and not self.is_predicting:
-            return
-        where = "an operation" if self.enclosing is None else f"a unit ({type(self.enclosing).__name__})"
-        raise UnsupportedError(
-            f"`{name}` inside {where} meets a placed tensor, which came there in an object or an attribute. Give it as "
-            "an argument: bare, or in a tuple, list, dict or dataclass."
-        )
 
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
         # A survey (stage -1) has no tensors to send, and a rehearsal only pauses where a message would have to come.

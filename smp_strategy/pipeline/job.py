@@ -8,11 +8,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["Job", "Step", "StepRun", "trace_of"]
+__all__ = ["Job", "Step", "StepRun", "check_loss", "trace_of"]
 
 Step = Callable[[Any], Any]
 """The user's code: takes a microbatch, returns any tree."""
@@ -66,3 +67,16 @@ def trace_of(program: MicrobatchInterpreter, loss: Any) -> Trace:
     """Trace of a program with its loss."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
     return Trace([event for event, _ in program.program_trace.events], number)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what no backward can start from."""
+    if not isinstance(loss, Tensor):
+        raise UnsupportedError(f"The step must return a loss tensor, but returned {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise UnsupportedError(f"The loss must have one element, but has shape {list(loss.shape)}.")
+    if not loss.requires_grad:
+        raise UnsupportedError(
+            "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
+            "under torch.no_grad() or from a detached tensor."
+        )

@@ -13,7 +13,8 @@ from torch import Tensor
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import MOST_MOVES, Move, Placement
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
-from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Receipt
 
 __all__ = ["LocalGraph"]
 
@@ -25,7 +26,6 @@ class LocalGraph:
     Args:
         stage: this rank's stage.
         microbatch: number of the microbatch; determines message tags.
-        transport: transport of values between stages; ``None`` for a single stage.
         pause: hands control to the scheduler. Called with the receives that the program waits for; called with none
             right before it computes for the first time, where a microbatch that has only begun early must stop.
 
@@ -34,19 +34,12 @@ class LocalGraph:
         glue: exports of the glue's own graph.
     """
 
-    def __init__(
-        self,
-        *,
-        stage: int,
-        microbatch: int,
-        transport: Transport | None,
-        pause: Callable[[Sequence[Receipt]], None],
-    ) -> None:
+    def __init__(self, stage: Stage, microbatch: int, pause: Callable[[Sequence[Receipt]], None]) -> None:
         self.segments = [Segment(0)]
         self.glue = Segment(-1)
-        self._stage = stage
+        self._stage = stage.number
         self._microbatch = microbatch
-        self._transport = transport
+        self._transport = stage.transport
         self._pause = pause
         self._worked = False
         self._begun = False
@@ -127,6 +120,8 @@ class LocalGraph:
         self._begun = True
         self._pause([receipt for _, _, receipt in waiting])
         for move, tensor, receipt in waiting:
+            # Does not block in a turn, where Ctrl-C could not end it: the runner waits for the receives of a program
+            # before it resumes it. Only a program without a runner (a hook) blocks here.
             real = receipt.wait()
             if tensor.spec.requires_grad:
                 imported = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))

@@ -10,25 +10,20 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.model.trace.events import Event
+from smp_strategy.pipeline.action_order import ALL_SEGMENTS
 from smp_strategy.pipeline.backward import MicrobatchBackward
-from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.coroutine import Coroutine, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, StepRun, trace_of
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
-from smp_strategy.pipeline.placed_tensor import Interpreter
-from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import StepEnd
-from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.transport import Receipt
 
-__all__ = ["ALL_SEGMENTS", "MicrobatchRunner"]
-
-ALL_SEGMENTS = 1 << 30
+__all__ = ["MicrobatchRunner"]
 
 
 @final
@@ -46,7 +41,8 @@ class MicrobatchRunner:
     Attributes:
         stage, job, private: as given.
         offload: activation offload of the stage.
-        coroutines: the programs of the microbatches.
+        programs: interpreters of the microbatches.
+        coroutines: their code.
         backwards: backwards of the microbatches that have run forward and have a loss, by number.
         waiting: receives that a paused microbatch waits for; empty: it waits for its turn.
         stopped: barriers at which microbatches wait.
@@ -75,7 +71,7 @@ class MicrobatchRunner:
         # The microbatch that has begun before its first action, if any, and whether beginning early is worthwhile.
         self._begun_early: int | None = None
         self._receives_first = True
-        self._programs: list[MicrobatchInterpreter] = []
+        self.programs: list[MicrobatchInterpreter] = []
         self.coroutines: list[Coroutine] = []
         self.backwards: dict[int, MicrobatchBackward] = {}
         self._losses: dict[int, Any] = {}
@@ -84,7 +80,7 @@ class MicrobatchRunner:
         self.has_left_plan = False
         for number, microbatch in enumerate(microbatches):
             program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
-            self._programs.append(program)
+            self.programs.append(program)
             self.coroutines.append(coroutine)
 
     def _make(self, number: int, microbatch: Any, seed: int) -> tuple[MicrobatchInterpreter, Coroutine]:
@@ -102,7 +98,8 @@ class MicrobatchRunner:
                 coroutine.pause()
 
         job = self.job
-        program = self.stage.program(
+        program = MicrobatchInterpreter(
+            self.stage,
             microbatch=number,
             seed=seed,
             pause=pause,
@@ -117,19 +114,6 @@ class MicrobatchRunner:
     def is_held(self, number: int) -> bool:
         """Whether a microbatch is at the gate while an earlier one has not ended."""
         return number in self._at_gate and not all(each.finished for each in self.coroutines[:number])
-
-    def events_of_last(self) -> list[tuple[Event, Placement]]:
-        """Events of the last microbatch, with their placements."""
-        return self._programs[-1].program_trace.events
-
-    def program_order(self) -> list[Action]:
-        """Actions of a run without a plan: forward and backward of each microbatch in turn, all segments at once."""
-        order = []
-        for number in range(len(self._programs)):
-            order.append(Action("F", number, ALL_SEGMENTS))
-            if self.job.loss_of:
-                order.append(Action("B", number, 0))
-        return order
 
     def do(self, action: Action) -> None:
         """Carry out one action."""
@@ -161,17 +145,13 @@ class MicrobatchRunner:
             self.resume(number)
             self._receives_first = bool(self.waiting.get(number))
 
-    def has(self, program: Interpreter) -> bool:
-        """Whether ``program`` belongs to one of these microbatches, and not to a hook at a barrier."""
-        return self._programs[program.microbatch] is program
-
     def finish(self) -> bool:
         """Complete the work without an action: segments off the plan, and backwards that no gradient passes through.
 
         Returns:
             Whether that is done; false if the stage has left the plan.
         """
-        for number in range(len(self._programs)):
+        for number in range(len(self.programs)):
             self.forward(number, ALL_SEGMENTS)
             if self.has_left_plan:
                 return False
@@ -202,7 +182,7 @@ class MicrobatchRunner:
         if self._ending is None:
             outputs = [coroutine.result for coroutine in self.coroutines]
             losses = [self._losses.get(number) for number in range(len(outputs))]
-            self._ending = StepEnd(self.stage, self._programs, (outputs, losses))
+            self._ending = StepEnd(self.stage, self.programs, (outputs, losses))
         return self._ending
 
     def cancel(self) -> None:
@@ -225,7 +205,7 @@ class MicrobatchRunner:
     def _let_go(self) -> None:
         """Close the programs and break their reference cycles with this run, so that results are freed now."""
         self.end_private()
-        for program in self._programs:
+        for program in self.programs:
             program.close()
         self.coroutines.clear()
         self.backwards.clear()
@@ -237,7 +217,7 @@ class MicrobatchRunner:
     def result(self) -> StepRun:
         """Return the results with real tensors on every stage; collective."""
         first = min(self._losses, default=0)
-        trace = trace_of(self._programs[first], self._losses.get(first))
+        trace = trace_of(self.programs[first], self._losses.get(first))
         outputs, losses = self._end().finish()
         self._let_go()
         return StepRun(outputs, losses, trace)
@@ -246,7 +226,7 @@ class MicrobatchRunner:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
         if number == self._begun_early:
             self._begun_early = None
-        coroutine, program = self.coroutines[number], self._programs[number]
+        coroutine, program = self.coroutines[number], self.programs[number]
         # A paused program counts as being in the segment that follows its wait: `LocalGraph` opens a segment before it
         # pauses. So `current <= segment` asks whether that one is still wanted. A program that has never paused has
         # not begun, and runs at least once: its segment 0 may end without any wait.
@@ -275,8 +255,8 @@ class MicrobatchRunner:
         coroutine = self.coroutines[number]
         if coroutine.finished:
             return True
-        self._current.enter(self._programs[number])
-        self.offload.enter((number, self._programs[number].graph.current))
+        self._current.enter(self.programs[number])
+        self.offload.enter((number, self.programs[number].graph.current))
         if self.private is not None:
             self.private.enter(number)
         try:
@@ -289,12 +269,12 @@ class MicrobatchRunner:
         if finished and self.private is not None:
             self.private.end_of(number)
         if finished:
-            self._programs[number].program_trace.end()
-            self._programs[number].graph.end()
+            self.programs[number].program_trace.end()
+            self.programs[number].graph.end()
             self.waiting.pop(number, None)
             if self.job.loss_of is not None:
                 self._begin_backward(number)
-        self.has_left_plan |= self._programs[number].program_trace.left_plan
+        self.has_left_plan |= self.programs[number].program_trace.left_plan
         return finished
 
     def _begin_backward(self, number: int) -> None:
@@ -307,12 +287,4 @@ class MicrobatchRunner:
 
     def backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> MicrobatchBackward:
         """The backward of a microbatch from ``loss``, weighted by its share of the samples and ``factor``."""
-        return MicrobatchBackward(
-            self._programs[number],
-            loss,
-            self.job.weights[number] * factor,
-            stage=self.stage.number,
-            num_stages=self.stage.num_stages,
-            transport=self.stage.transport,
-            **options,
-        )
+        return MicrobatchBackward(self.programs[number], loss, self.job.weights[number] * factor, self.stage, **options)

@@ -10,7 +10,7 @@ there is always a stage that can advance.
 import time
 from collections.abc import Callable, Sequence
 
-from smp_strategy.distributed.deadlock import PATIENCE_SECONDS, PAUSE_SECONDS
+from smp_strategy.distributed.deadlock import PATIENCE_SECONDS, PAUSE_SECONDS, watch_of
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.transport import Receipt
 
@@ -96,7 +96,8 @@ def _wait_for_any(runner: MicrobatchRunner, first: int | None) -> None:
     transport = runner.stage.transport
     if transport is None or not receipts:
         return
+    watch = watch_of()
     with transport.waiting_for(receipts):
         while not any(receipt.arrived() for receipt in receipts):
-            transport.poll()
+            watch.poll()  # which raises if none of them can arrive
             time.sleep(PAUSE_SECONDS)

@@ -1,11 +1,15 @@
-"""Tables of operations on placed tensors: reads of values, and refused operations with their remedies."""
+"""Tables of operations on placed tensors (reads of values, refused ones with their remedies), and their names."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["READS", "REFUSED"]
+from smp_strategy.pipeline.segments import start_of_gradient
+
+__all__ = ["READS", "REFUSED", "begin_gradient", "calling_line", "operation_name"]
 
 READS: frozenset[Any] = frozenset(
     {
@@ -40,3 +44,34 @@ REFUSED: dict[Any, str] = {
     torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
     torch.autograd.grad: "Move the computation that needs gradients into an nn.Module that belongs to a unit.",
 }
+
+
+def begin_gradient(tensor: Any, requires_grad: bool = True) -> Any:
+    """``requires_grad_``: start a graph at this tensor, whose history requires no gradient."""
+    if requires_grad == tensor.spec.requires_grad:
+        return tensor
+    if not requires_grad:
+        raise RuntimeError("`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`.")
+    begun = tensor.program.operation("requires_grad_", start_of_gradient, (tensor,), {})
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_()
+    tensor.value, tensor.spec, tensor.born = begun.value, begun.spec, begun.born
+    tensor.origin, tensor.current = begun.origin, begun.current
+    return tensor
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """Name of an operation as users write it."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # a property of Tensor, such as `T` or `data`
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def calling_line() -> str:
+    """The first line outside torch and this package, for error messages."""
+    for frame in inspect.stack(context=0)[1:]:
+        module = str(frame.frame.f_globals.get("__name__", ""))
+        if module.split(".")[0] not in ("torch", "smp_strategy"):
+            return f" (in {frame.filename}, line {frame.lineno})"
+    return ""

@@ -10,15 +10,11 @@ them, and fall into four kinds:
 * operations that cannot be routed are refused by name.
 """
 
-import inspect
-import operator
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.activations.policy import ActivationPolicy
@@ -27,12 +23,12 @@ from smp_strategy.model.trace.events import Value
 from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.placed_ops import READS, REFUSED
+from smp_strategy.pipeline.placed_ops import READS, REFUSED, begin_gradient, calling_line, operation_name
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.segments import start_of_gradient
 
-__all__ = ["Interpreter", "TensorMemory", "PlacedTensor", "number_of"]
+__all__ = ["Interpreter", "PlacedTensor", "TensorMemory", "program_of"]
 
 
 @final
@@ -65,6 +61,8 @@ class Interpreter(Protocol):
     """Running unit, for real or dry."""
     function: str
     """Name of the running autograd Function of the glue; empty without one."""
+    asked: ActivationPolicy | None
+    """Policy of the innermost open checkpoint of the glue, for units whose own recomputes nothing."""
     cached: CachedWeights
     """Parametrized weights that are kept for the microbatch."""
 
@@ -74,9 +72,6 @@ class Interpreter(Protocol):
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
-
-    def recomputing(self, treatment: ActivationPolicy) -> AbstractContextManager[None]:
-        """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -135,75 +130,17 @@ class PlacedTensor(Tensor):
             device=spec.device,
             requires_grad=spec.requires_grad,
         )
-        made._stand_for(program, value, spec, born)
+        made.stand_for(program, value, spec, born)
         return made
 
-    @classmethod
-    def from_plain(
-        cls, tensor: Tensor, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId
-    ) -> "PlacedTensor":
-        """Turn ``tensor`` itself, which every stage has and the user refers to, into a placed tensor."""
-        tensor.__class__ = cls
-        assert isinstance(tensor, PlacedTensor)
-        tensor._stand_for(program, value, spec, born)
-        return tensor
-
-    def _stand_for(self, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId) -> None:
+    def stand_for(self, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId) -> None:
+        """Begin to represent ``value``."""
         self.program = program
         self.value = value
         self.spec = spec
         self.born = born
         self.memory = TensorMemory()
         self.family = value.id
-
-    def share(self, other: Tensor, *, is_view: bool) -> None:
-        """Share the memory of ``other``, of which this tensor is a view or a detached copy."""
-        if not isinstance(other, PlacedTensor):
-            self.memory.is_plain = True
-            return
-        self.memory, self.version = other.memory, other.memory.version
-        if is_view:
-            self.family = other.family
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether its memory was changed through another tensor."""
-        return self.version != self.memory.version
-
-    def changed_in_place(self, value: Value, spec: TensorSpec, where: SegmentId) -> None:
-        """Take the value and metadata of the result of an in-place operation."""
-        if spec.size != self.spec.size:
-            raise UnsupportedError(
-                f"An in-place operation changed the shape of a placed tensor from {list(self.spec.size)} to "
-                f"{list(spec.size)}. Use the operation that returns a new tensor."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            self.requires_grad_(spec.requires_grad)
-        self.value, self.spec, self.born = value, spec, where
-        self.memory.version += 1
-        self.memory.changed = (value, where, self.family)
-        self.version = self.memory.version
-
-    def begin_gradient(self, requires_grad: bool = True) -> "PlacedTensor":
-        """``requires_grad_``: start a graph at this tensor, whose history requires no gradient."""
-        if requires_grad == self.spec.requires_grad:
-            return self
-        if not requires_grad:
-            raise RuntimeError(
-                "`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`."
-            )
-        begun = self.program.operation("requires_grad_", start_of_gradient, (self,), {})
-        with torch._C.DisableTorchFunctionSubclass():
-            self.requires_grad_()
-        self.value, self.spec, self.born = begun.value, begun.spec, begun.born
-        self.origin, self.current = begun.origin, begun.current
-        return self
-
-    def refresh(self, value: Value, spec: TensorSpec) -> None:
-        """Take the value and metadata after a change through another tensor that shares the memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self.requires_grad_(spec.requires_grad)
-        self.value, self.spec, self.version = value, spec, self.memory.version
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -246,23 +183,23 @@ class PlacedTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in REFUSED:
-            raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {REFUSED[func]}")
-        program = _program_of(args, kwargs)
+            raise UnsupportedError(f"`{operation_name(func)}` of a placed tensor{calling_line()}: {REFUSED[func]}")
+        program = program_of(args, kwargs)
         if program is None:
             args, kwargs = _in_plain_lists(args), dict(zip(kwargs, _in_plain_lists(kwargs.values()), strict=True))
-            program = _program_of(args, kwargs)
+            program = program_of(args, kwargs)
         if program is None:
             raise UnsupportedError(
-                f"`{_name(func)}`{_where()} meets a placed tensor inside of an object. Give it as an argument: bare, "
-                "or in a tuple, list, dict or dataclass."
+                f"`{operation_name(func)}`{calling_line()} meets a placed tensor inside of an object. Give it as an "
+                "argument: bare, or in a tuple, list, dict or dataclass."
             )
         if func is Tensor.register_hook:
             return program.hook_gradient(*args, **kwargs)
         if func is Tensor.requires_grad_:
-            return args[0].begin_gradient(*args[1:], **kwargs)
+            return begin_gradient(*args, **kwargs)
         if func in READS:
-            return program.read(_name(func), func, args, kwargs)
-        return program.operation(_name(func), func, args, kwargs)
+            return program.read(operation_name(func), func, args, kwargs)
+        return program.operation(operation_name(func), func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -271,41 +208,21 @@ class PlacedTensor(Tensor):
         if func is torch.ops.aten._local_scalar_dense.default:  # PyTorch needs a number, as in `torch.arange(n)`
             return args[0].program.read("item", Tensor.item, args, {})
         raise UnsupportedError(
-            f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
+            f"A placed tensor reached `{func}`{calling_line()} by a way that cannot be routed between stages (a C++ "
             "extension, a transform of torch.func, or torch.tensor(...) of a tensor in code above the units). Move "
             "this code into an nn.Module that holds the parameters it works on, so that it runs inside a unit."
         )
 
 
-def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
+def program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
+    """The program of a placed tensor among the arguments of a call, if there is one."""
     for leaf in args:
         if isinstance(leaf, PlacedTensor):
             return leaf.program
-    placed = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
-    return next((leaf.program for leaf in placed), None)
+    leaves, _ = flatten_call(args, kwargs)
+    return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)
 
 
 def _in_plain_lists(values: Iterable[Any]) -> tuple[Any, ...]:
     """``values`` with list subclasses as plain lists: operators take any subclass, pytrees only registered classes."""
     return tuple(list(value) if isinstance(value, (list, tuple)) else value for value in values)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # a property of Tensor, such as `T` or `data`
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    return name
-
-
-def _where() -> str:
-    """The first line outside torch and this package, for error messages."""
-    for frame in inspect.stack(context=0)[2:]:
-        module = str(frame.frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in ("torch", "smp_strategy"):
-            return f" (in {frame.filename}, line {frame.lineno})"
-    return ""
-
-
-def number_of(bound: Any) -> Any:
-    """A bound of a slice as a number; reads its value if it is a tensor."""
-    return operator.index(bound) if isinstance(bound, Tensor) else bound

@@ -80,7 +80,7 @@ def _begin_to_share(
 def _begin_to_share_flat(
     here: Sequence[Tensor], spec: TensorSpec, home: int, transport: Transport
 ) -> Callable[[], Tensor]:
-    tag = transport.next_result_tag()
+    tag = next(transport.result_tags)
     if not here:
         return transport.receive(spec, home, tag).wait
     flat = torch.cat(list(here))

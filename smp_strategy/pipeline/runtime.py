@@ -11,29 +11,33 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.pipeline.action_order import backward_positions, begun_early, is_in_order, tail_of
-from smp_strategy.pipeline.autograd_functions import watched_entrances
+from smp_strategy.pipeline.action_order import (
+    backward_positions,
+    begun_early,
+    is_alternating,
+    is_in_order,
+    program_order,
+    tail_of,
+)
+from smp_strategy.pipeline.autograd_functions import refuse_in_function, watched_entrances
 from smp_strategy.pipeline.barriers import BarrierSteps
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.off_plan import finish_off_plan
-from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
+from smp_strategy.pipeline.wrap_unit import call_directly
 from smp_strategy.pipeline.writes import WatchedWrites
 
 __all__ = ["Runtime"]
@@ -79,8 +83,8 @@ class Runtime:
         )
         if private is not None:
             stage.activations.switched = private.of_now
-        self._written = written if private is None else private.touch
-        self._writes = None if self._written is None else WatchedWrites(self._touch)
+        told_of_writes = written if private is None else private.touch
+        self._writes = None if told_of_writes is None else WatchedWrites(told_of_writes, self.current)
         if is_host(stage.device):
             keep_freed_memory()
 
@@ -90,39 +94,15 @@ class Runtime:
         program = self.current.interpreter
         if self.stage.activations.repeating is not None:  # called by a unit that is being recomputed
             return unit.function(*args, **kwargs)
-        if program is not None and program.enclosing is None:
-            if program.function:
-                raise UnsupportedError(
-                    f"`{program.function}`, an autograd Function in the code above the units, calls unit `{name}`, but "
-                    "runs on one stage as a whole. Let it stay together with the modules that it calls: use "
-                    "`smp_strategy.unit(module)` on the module that applies it."
-                )
-            if self.told is not None:
-                self.told((args, kwargs))
-            if self._called is not None:
-                self._called(unit, args, kwargs)
-            return program.unit(name, unit, args, kwargs)
-        # Called inside another unit: its weights are there if that unit contains this one, and a dry run needs none.
-        if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
-            return unit.function(*args, **kwargs)
-        if self.stage.stage_of[name] != self.stage.number:
-            raise UnsupportedError(
-                f"Unit `{name}` lives on stage {self.stage.stage_of[name]} and was called "
-                f"{'inside another unit' if program else 'outside of a step'} on stage {self.stage.number}, where its "
-                "weights are not. Call the model inside a training, validation, test or predict step."
-            )
-        return self.stage.with_weights(name, unit.runs, None)(*args, **kwargs)
-
-    def call_with_values(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
-    ) -> Any:
-        """See :meth:`smp_strategy.engine.engine.Engine.call_with_values`."""
-        program = self.current.interpreter
-        if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
-            return function(*args, **kwargs)
-        if program.is_survey:
-            return unknown()
-        return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
+        if program is None or program.enclosing is not None:
+            return call_directly(unit, args, kwargs, stage=self.stage, program=program)
+        if program.function:
+            refuse_in_function(program.function, name)
+        if self.told is not None:
+            self.told((args, kwargs))
+        if self._called is not None:
+            self._called(unit, args, kwargs)
+        return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
         """Run ``job`` on every microbatch; with a loss, also backward.
@@ -144,8 +124,10 @@ class Runtime:
                 stack.enter_context(watched_entrances(self.current))
                 stack.enter_context(self.collectives.open())
                 stack.enter_context(self.stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
-                actions = plan.stages[self.stage.number] if plan else turns.program_order()
-                if job.loss_of is not None:
+                has_backward = job.loss_of is not None
+                order = program_order(len(microbatches), has_backward=has_backward)
+                actions = plan.stages[self.stage.number] if plan else order
+                if has_backward:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
                 early, tail = begun_early(actions), tail_of(actions)
@@ -168,16 +150,7 @@ class Runtime:
             turns.cancel()
             raise
         result = turns.result()
-        return result, recorder.recording(left_plan=turns.has_left_plan, traffic=self.traffic)
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a program runs: the caller is code of a step, or of a hook that sees gradients."""
-        return self.current.interpreter is not None
-
-    def make_real(self, tree: Any) -> Any:
-        """See :meth:`~smp_strategy.pipeline.stage.Stage.make_real`."""
-        return self.stage.make_real(tree)
+        return result, recorder.recording(left_plan=turns.has_left_plan, traffic=self.stage.activations.offload.traffic)
 
     def _offloading(
         self, microbatches: Sequence[Any], actions: Sequence[Action] = (), *, follows_plan: bool = False
@@ -185,9 +158,8 @@ class Runtime:
         """Context in which activations of units may be offloaded."""
         # A single stage has too few actions to time transfers by them: calls are counted instead.
         uses = backward_positions(actions) if follows_plan and self.stage.num_stages > 1 else None
-        alternates = [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
         batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
-        return self.stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
+        return self.stage.activations.offload.step(uses, backward_follows=is_alternating(actions), batch=batch)
 
     def runner_of(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
         """Make the runner of a step that begins now."""
@@ -196,12 +168,7 @@ class Runtime:
         if private is not None:
             private.begin(job.step)
         return MicrobatchRunner(
-            self.stage,
-            microbatches,
-            job,
-            threads=self._threads,
-            current=self.current,
-            private=private,
+            self.stage, microbatches, job, threads=self._threads, current=self.current, private=private
         )
 
     @property
@@ -210,28 +177,6 @@ class Runtime:
         program = self.current.interpreter
         runs = program is not None and program.is_in_unit and not program.is_predicting
         return runs or self.stage.activations.repeating is not None
-
-    @property
-    def running_unit(self) -> nn.Module | None:
-        """The unit whose code is running, if any."""
-        return None if self.current.interpreter is None else self.current.interpreter.enclosing
-
-    @property
-    def traffic(self) -> OffloadStats:
-        """Statistics of activation offload in the latest step with backward."""
-        return self.stage.activations.offload.traffic
-
-    def _touch(self, module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called before an attribute of ``module`` is set or deleted; returns the value to be set."""
-        program = self.current.interpreter
-        if self._written is None or program is None or program.is_in_unit:
-            return values
-        self._written(module, name)
-        is_placed = len(values) == 1 and isinstance(values[0], PlacedTensor) and not values[0].requires_grad
-        if is_placed and name in vars(module).get("_buffers", ()):
-            # Buffers outlive the step, and every stage must have the same ones: they get the real value.
-            return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
-        return values
 
     def flush(self) -> None:
         """Confirm all messages that were sent."""
@@ -247,7 +192,3 @@ class Runtime:
         self._threads.close()
         if self.stage.transport is not None:
             self.stage.transport.close()
-
-
-def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
-    return outer is not None and any(part is inner for part in outer.modules())

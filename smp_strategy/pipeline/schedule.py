@@ -79,14 +79,3 @@ class Plan:
     def overlap(self) -> float:
         """Share of a step that is saved by overlap with the next one, 0 to 1; 0 if that is not known."""
         return 0.0 if self.period is None or not self.makespan else 1 - self.period / self.makespan
-
-    def peak_microbatches(self, stage: int) -> int:
-        """Peak number of microbatches whose activations ``stage`` holds at once."""
-        alive, peak = set(), 0
-        last = {action.microbatch: action for action in self.stages[stage]}
-        for action in self.stages[stage]:
-            alive.add(action.microbatch)
-            peak = max(peak, len(alive))
-            if action is last[action.microbatch]:
-                alive.discard(action.microbatch)
-        return peak

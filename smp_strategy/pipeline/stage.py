@@ -1,4 +1,4 @@
-"""Pipeline stage of this rank: configuration and services of its programs, and the factory that makes them."""
+"""Pipeline stage of this rank: configuration and services that all of its programs share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,21 +11,23 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.pipeline.current_program import CurrentProgram
-from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.local_graph import LocalGraph
-from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.program_trace import Latest, ProgramTrace
+from smp_strategy.pipeline.program_trace import Latest
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.results import begin_to_make_real
-from smp_strategy.pipeline.routing import Router
-from smp_strategy.pipeline.stage_context import StageContext, WithWeights, weights_are_there
-from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import Replicas
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "WithWeights"]
+
+WithWeights = Callable[[str, Callable[..., Any], object], Callable[..., Any]]
+"""Wraps the forward of a unit so that it finds its weights, which may be sharded. Arguments: the unit's name, its
+forward, and a token that identifies the thread: equal for calls that are made one after the other."""
+
+
+def _weights_are_there(unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
+    """Return ``function`` as it is: the weights are not sharded."""
+    return function
 
 
 @final
@@ -45,7 +47,7 @@ class Stage:
     """Transport of values between stages; ``None`` for a single stage."""
     device: torch.device
     """Device of the units."""
-    with_weights: WithWeights = weights_are_there
+    with_weights: WithWeights = _weights_are_there
     """Wrapper of each unit that runs on this stage, which provides its weights."""
     activations: UnitWrapper = field(default_factory=UnitWrapper)
     """Activation policy of the units: recomputation and offload."""
@@ -71,47 +73,6 @@ class Stage:
     def streams(self) -> Streams:
         """Random streams for programs."""
         return Streams(self.device)
-
-    def program(
-        self,
-        *,
-        microbatch: int,
-        seed: int = 0,
-        generators: GlobalGenerators | None = None,
-        pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
-        expected: Sequence[object] | None = None,
-        gate: Gate | None = None,
-        current: CurrentProgram | None = None,
-    ) -> MicrobatchInterpreter:
-        """Make a program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`.
-
-        Args:
-            microbatch, seed, generators, gate: arguments of the interpreter.
-            pause: hands control to the scheduler, with the receives that the program waits for.
-            expected: signatures of the events that the plan was made for; ``None`` without a plan.
-            current: holder of the running program.
-        """
-        context = StageContext(
-            stage=self.number,
-            shape_inference=self.shape_inference,
-            current=current or CurrentProgram(),
-            make_known=self.make_known,
-            streams=self.streams,
-            with_weights=self.with_weights,
-            activations=self.activations,
-            reads_refused=self.reads_refused,
-            exposed=self.exposed,
-            rehearsal=self.rehearsal,
-        )
-        return MicrobatchInterpreter(
-            context,
-            microbatch=microbatch,
-            seed=seed,
-            generators=generators,
-            gate=gate,
-            program_trace=ProgramTrace(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
-            graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
-        )
 
     def make_known(self, tensors: Sequence[PlacedTensor]) -> None:
         """Broadcast the values of ``tensors`` to every stage, and keep them as ``known``; collective."""

@@ -30,7 +30,7 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
     Returns:
         The result of ``code``, with real tensors on every stage.
     """
-    program = runtime.stage.program(microbatch=0, generators=generators, current=runtime.current)
+    program = MicrobatchInterpreter(runtime.stage, microbatch=0, generators=generators, current=runtime.current)
     with entered(runtime, program):
         result = runtime.stage.make_real(code(program))
     runtime.flush()
@@ -64,7 +64,7 @@ def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
     """
-    program = runtime.stage.program(microbatch=0, seed=0, current=runtime.current)
+    program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
     with entered(runtime, program), runtime.collectives.open():
         output = step(microbatch)
         if runtime.told is not None:
@@ -101,6 +101,6 @@ def rehearse(
                 for number in range(len(runner.coroutines)):
                     while not runner.is_held(number) and not runner.resume(number) and in_order:
                         pass
-            return runner.events_of_last()
+            return runner.programs[-1].program_trace.events
     finally:
         runner.cancel()

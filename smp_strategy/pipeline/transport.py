@@ -11,6 +11,7 @@ through the host (:mod:`smp_strategy.distributed.host_copies`).
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import count
 from time import perf_counter
 from typing import final
 
@@ -80,6 +81,7 @@ class Transport:
         rank: global rank of this process.
         listeners: wait for messages that are not there yet.
         seconds_waited: how long this stage has been blocked by messages so far.
+        result_tags: tags of results that a stage gives to all others; equal on all stages, which share in one order.
         sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
@@ -91,7 +93,7 @@ class Transport:
         # By receiver's stage and tag.
         self._sent: dict[tuple[int, int], Handle[object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
-        self._num_shared = 0
+        self.result_tags = (SHARED_RESULTS + number % NUM_SHARED_RESULTS for number in count())
         self.seconds_waited = 0.0
         self.sent: set[tuple[str, int]] = set()
         self.rank, self._watch = dist.get_rank(), watch_of()
@@ -185,14 +187,6 @@ class Transport:
             "a tensor of another stage",
         )
 
-    def poll(self) -> None:
-        """Check for deadlock; call it repeatedly inside of :meth:`waiting_for` if nothing there blocks.
-
-        Raises:
-            ApartError: none of the messages can arrive.
-        """
-        self._watch.poll()
-
     def confirm(self, stage: int, tag: int) -> None:
         """Wait until the message to ``stage`` under ``tag`` has arrived, and free it; a second call does nothing."""
         if (stage, tag) in self._sent:
@@ -214,12 +208,6 @@ class Transport:
     def close(self) -> None:
         """End the threads."""
         self.listeners.close()
-
-    def next_result_tag(self) -> int:
-        """Tag of the next result that a stage gives to all others; equal on all stages, which share in one order."""
-        tag = SHARED_RESULTS + self._num_shared % NUM_SHARED_RESULTS
-        self._num_shared += 1
-        return tag
 
 
 def _channel(source: int, target: int) -> str:

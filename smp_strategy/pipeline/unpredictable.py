@@ -17,14 +17,26 @@ from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.fake_call import tensors_of
 from smp_strategy.model.trace.flops import KernelTally
-from smp_strategy.model.trace.prediction import Absent, Made, Prediction, Same, describe, is_constant, versions_of
+from smp_strategy.model.trace.prediction import (
+    Absent,
+    Made,
+    Prediction,
+    Same,
+    Unpredictable,
+    ValueNeededError,
+    describe,
+    is_constant,
+    versions_of,
+)
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
+from smp_strategy.pipeline.replicated_tensors import refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
 
 __all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
@@ -37,21 +49,14 @@ MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), F
 class Described(NamedTuple):
     """Call that has run, with the description of its result."""
 
-    position: int
-    """Position of its event in the program trace."""
-    segment: SegmentId
-    """Segment that ran it."""
     prediction: Prediction
     """Description of the result."""
+    segment: SegmentId
+    """Segment that ran it."""
+    values: list[Value]
+    """New and changed values."""
     ran: CallOutcome | None
     """Outcome of the call; ``None`` on other stages."""
-
-    def complete(self, program_trace: ProgramTrace) -> list[Value]:
-        """Add the result to the event of the call; returns the new and changed values."""
-        specs = (*self.prediction.made, *self.prediction.changed.values())
-        values = [program_trace.value(spec) for spec in specs]
-        program_trace.complete(self.position, values, self.prediction)
-        return values
 
 
 @final
@@ -59,12 +64,12 @@ class UnpredictableCalls:
     """Runs the unpredictable calls of one program.
 
     Args:
-        stage: this rank's stage.
+        stage: this rank's stage; -1 for a dry run that computes nothing.
         program_trace: trace of the program.
         graph: real tensors of the microbatch on this stage.
+        draws: random streams of the program.
         exchange: moves values between stages for an event.
         run: runs a call on this stage; second argument: whether the call may draw random numbers.
-        follow: synchronises global generators of other stages with those of the given ones.
     """
 
     def __init__(
@@ -72,28 +77,34 @@ class UnpredictableCalls:
         stage: int,
         program_trace: ProgramTrace,
         graph: LocalGraph,
+        draws: ProgramDraws,
         *,
         exchange: Callable[[Placement, Sequence[PlacedTensor]], None],
         run: Callable[[InterpretedCall, bool], CallOutcome],
-        follow: Callable[[Sequence[int], list[Any]], None],
     ) -> None:
         self._stage = stage
         self._program_trace = program_trace
         self._graph = graph
+        self._draws = draws
         self._exchange = exchange
         self._run = run
-        self._follow = follow
 
-    def call(self, interpreter: Interpreter, call: InterpretedCall) -> Described:
+    def call(self, interpreter: Interpreter, call: InterpretedCall, why: Unpredictable) -> Described:
         """Run ``call`` on its stage and describe its result to all; collective over the stages.
 
         Args:
             interpreter: interpreter of the program.
             call: call with prepared arguments.
+            why: reason why its result cannot be predicted.
 
         Raises:
-            UnsupportedError: the description cannot be sent.
+            UnsupportedError: the description cannot be sent, or the call has changed a tensor that every stage has.
+            ValueNeededError: the stage computes nothing.
         """
+        if self._stage < 0:
+            raise ValueNeededError(f"{call.name}: {why.reason}")
+        if call.kind == "op":
+            self._draws.count_operation()
         message = self._program_trace.value(MESSAGE)
         position = len(self._program_trace.events)
         inputs = tuple([tensor.value for tensor in call.placed])
@@ -105,12 +116,15 @@ class UnpredictableCalls:
         if self._stage in placement.stages:
             ran, prediction = self._observe(call, counts=interpreter.is_survey)
             note.origin = note.current = (self._graph.current, encode(call.name, prediction))
-        self._follow(placement.stages, call.leaves)
+        self._draws.follow(placement.stages, call.leaves)
         self._exchange(self._program_trace.place(Event("read", "description", (message,), ()), is_whole=False), [note])
         if prediction is None:
             assert note.origin is not None
             prediction = decode(note.origin[1])
-        return Described(position, segment, prediction, ran)
+        refuse_changed_plain(call.name, call.leaves, prediction)
+        values = [self._program_trace.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
+        self._program_trace.complete(position, values, prediction)
+        return Described(prediction, segment, values, ran)
 
     def _observe(self, call: InterpretedCall, *, counts: bool) -> tuple[CallOutcome, Prediction]:
         """Run ``call`` and describe its result; its costs are counted in a survey only."""

@@ -1,4 +1,4 @@
-"""Wrappers around the forward of a unit, and their order.
+"""Wrappers around the forward of a unit, and their order; calls of units that no program routes.
 
 [Note: wrapping order] From the inside out, with the place that puts each wrapper there:
 
@@ -18,12 +18,17 @@ Wrappers 1 to 3 are there when a call arrives (``Callee.runs``); 4 to 9 are adde
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.side_effects import watched
 from smp_strategy.pipeline.module_hooks import with_backward_hooks
-from smp_strategy.pipeline.stage_context import WithWeights
+from smp_strategy.pipeline.placed_tensor import Interpreter
+from smp_strategy.pipeline.stage import Stage, WithWeights
 
-__all__ = ["wrap_unit"]
+__all__ = ["call_directly", "wrap_unit"]
 
 
 def wrap_unit(
@@ -43,3 +48,32 @@ def wrap_unit(
     function = with_weights(call.name, function, call.token)
     function = with_backward_hooks(call.module, function)
     return watched(activations.around(call, function))
+
+
+def call_directly(unit: Callee, args: Any, kwargs: Any, *, stage: Stage, program: Interpreter | None) -> Any:
+    """Call a unit that is called inside another unit, or outside of a step.
+
+    Args:
+        unit: unit, whose key is its name.
+        args, kwargs: its arguments.
+        stage: this rank's stage.
+        program: running program, if any.
+
+    Raises:
+        UnsupportedError: its weights are on another stage.
+    """
+    # Inside another unit: its weights are there if that unit contains this one, and a dry run needs none.
+    if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
+        return unit.function(*args, **kwargs)
+    name = str(unit.key)
+    if stage.stage_of[name] != stage.number:
+        raise UnsupportedError(
+            f"Unit `{name}` lives on stage {stage.stage_of[name]} and was called "
+            f"{'inside another unit' if program else 'outside of a step'} on stage {stage.number}, where its "
+            "weights are not. Call the model inside a training, validation, test or predict step."
+        )
+    return stage.with_weights(name, unit.runs, None)(*args, **kwargs)
+
+
+def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
+    return outer is not None and any(part is inner for part in outer.modules())

@@ -13,9 +13,11 @@ a step is refused. Integer buffers are exempt: they count, in any order.
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["BufferWrites", "WatchedWrites"]
 
@@ -24,12 +26,26 @@ _METHODS = ("__setattr__", "__delattr__")
 
 @final
 class WatchedWrites:
-    """Calls ``note(module, name, values)`` before an attribute of any module is set or deleted, until it is closed.
+    """Watches attributes of all modules until it is closed.
 
-    ``values`` holds the new value, or nothing for a deletion; the values that ``note`` returns are set instead.
+    Args:
+        written: called before the glue of a program sets or deletes an attribute of a module.
+        current: holder of the running program.
     """
 
-    def __init__(self, note: Callable[[nn.Module, str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    def __init__(self, written: Callable[[nn.Module, str], None], current: CurrentProgram) -> None:
+        def note(module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Take the new value, or nothing for a deletion; return what is to be set instead."""
+            program = current.interpreter
+            if program is None or program.is_in_unit:
+                return values
+            written(module, name)
+            is_placed = len(values) == 1 and isinstance(values[0], PlacedTensor) and not values[0].requires_grad
+            if is_placed and name in vars(module).get("_buffers", ()):
+                # Buffers outlive the step, and every stage must have the same ones: they get the real value.
+                return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
+            return values
+
         # A list that `close` empties: the wrapper stays in place if other code has wrapped the methods since.
         self._note = [note]
         self._before = {name: vars(nn.Module)[name] for name in _METHODS}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
+from smp_strategy.pipeline.action_order import peak_microbatches
 from smp_strategy.pipeline.schedule import Plan, Times, end_of
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
@@ -31,7 +32,7 @@ class Limits(NamedTuple):
     def hold(self, plan: Plan, flow: Flow) -> bool:
         """Whether ``plan`` keeps to the limits."""
         active = self.active_microbatches
-        if active is not None and any(plan.peak_microbatches(stage) > active for stage in range(len(plan.stages))):
+        if active is not None and any(peak_microbatches(actions) > active for actions in plan.stages):
             return False
         return all(limit is None for limit in self.most_bytes) or not excess(plan, flow, self)
 

@@ -15,8 +15,7 @@ import torch
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import Streams
-from smp_strategy.pipeline.coroutine import Coroutine
-from smp_strategy.pipeline.threads import ProgramThread, ThreadPool
+from smp_strategy.pipeline.coroutine import Coroutine, ProgramThread, ThreadPool
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(30)

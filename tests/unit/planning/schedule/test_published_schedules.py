@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
+from smp_strategy.pipeline.action_order import peak_microbatches
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.flow import Flow, route
@@ -60,8 +61,8 @@ def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_there_are_stages_to_co
         gpipe = plan_under(Policy("simple"), num_stages, num_microbatches)
         pipedream = plan_under(Policy("1f1b"), num_stages, num_microbatches)
         for stage in range(num_stages):
-            assert gpipe.peak_microbatches(stage) == num_microbatches
-            assert pipedream.peak_microbatches(stage) == min(num_microbatches, num_stages - stage)
+            assert peak_microbatches(gpipe.stages[stage]) == num_microbatches
+            assert peak_microbatches(pipedream.stages[stage]) == min(num_microbatches, num_stages - stage)
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), list(product(STAGES, (2, 3, 4))))
@@ -94,10 +95,10 @@ def test_zero_bubble_shortens_the_wait_of_1f1b_by_the_weight_gradients(num_stage
     for count in (2 * num_stages - 1, 2 * num_stages, 4 * num_stages):
         first = plan_under(Policy("zb-h1"), num_stages, count, work)
         assert max(waits(first)) <= (num_stages - 1) * (forward + backward - weight) + 1e-6
-        assert [first.peak_microbatches(stage) for stage in range(num_stages)] == [num_stages] * num_stages
+        assert [peak_microbatches(first.stages[stage]) for stage in range(num_stages)] == [num_stages] * num_stages
         second = plan_under(Policy("zb-h2"), num_stages, count, work)
         assert max(waits(second)) <= (num_stages - 1) * (forward + backward - 2 * weight) + 1e-6
-        assert max(second.peak_microbatches(stage) for stage in range(num_stages)) == 2 * num_stages - 1
+        assert max(peak_microbatches(second.stages[stage]) for stage in range(num_stages)) == 2 * num_stages - 1
 
 
 @pytest.mark.parametrize("num_stages", STAGES)

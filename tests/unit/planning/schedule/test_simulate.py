@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Work
+from smp_strategy.pipeline.action_order import peak_microbatches
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.policies import Policy
@@ -147,8 +148,8 @@ def test_published_timetables_on_three_stages(policy, expected):
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_with_as_many_in_flight_as_stages_memory_and_time_are_those_of_1f1b(num_stages):
     plan = simulate(flow_of(*range(num_stages)), 8, Policy("interleaved", 1, num_stages))
-    assert plan.peak_microbatches(0) == num_stages
-    assert plan.peak_microbatches(num_stages - 1) == 1
+    assert peak_microbatches(plan.stages[0]) == num_stages
+    assert peak_microbatches(plan.stages[num_stages - 1]) == 1
     # The bubble of 1F1B and GPipe: p - 1 forwards and backwards in which a stage waits.
     assert plan.makespan == pytest.approx((8 + num_stages - 1) * 3.0)
 
@@ -214,13 +215,13 @@ def test_every_plan_does_each_pass_once_and_in_an_order_that_the_runtime_can_fol
 def test_no_stage_keeps_more_microbatches_than_are_active(program, num_microbatches, cap):
     trace, stage_of, num_stages = program
     plan = simulate(route(trace, stage_of, num_stages, {}), num_microbatches, Policy("interleaved", 1, cap))
-    assert all(plan.peak_microbatches(stage) <= cap for stage in range(num_stages))
+    assert all(peak_microbatches(plan.stages[stage]) <= cap for stage in range(num_stages))
 
 
 @given(st.integers(1, 4), st.integers(1, 6), caps)
 def test_the_simple_policy_keeps_all_microbatches_whatever_the_cap(num_stages, num_microbatches, cap):
     plan = simulate(flow_of(*range(num_stages)), num_microbatches, Policy("simple", 1, cap))
-    assert all(plan.peak_microbatches(stage) == num_microbatches for stage in range(num_stages))
+    assert all(peak_microbatches(plan.stages[stage]) == num_microbatches for stage in range(num_stages))
 
 
 @given(programs(), st.integers(1, 4), policies)
