@@ -6,13 +6,15 @@ It is the one place that knows every part of the package. In reading order:
 * ``engine_parts.py``: the parts of an engine, shared with its reports and its saved state.
 * ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: degrees of the mesh axes, the user's
   decisions on the partition, equal initial values on all ranks.
-* ``parallelize.py``: the first step, in order: split layers, decide the partition, free the values of other ranks.
+* ``parallelize.py``, ``layout.py``: the first step, in order: split layers, decide the partition, free the values of
+  other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
 * ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
 * ``local_model.py``: this rank's parameters: passes, gradients, optimizer updates, saving, restoring.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
-* ``run_step.py``, ``plan_cache.py``, ``carried_state.py``: every step: its schedule, the cache of schedules, and the
-  detection of state that microbatches pass on.
+* ``new_step_kinds.py``, ``carried_state.py``: the first step of each kind: the tensors that it uses, reasons to refuse
+  it, and state that its microbatches pass on.
+* ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``hooks/``: the user's hooks see the full model.

@@ -14,7 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -28,6 +28,7 @@ from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
+from smp_strategy.engine import new_step_kinds
 from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
@@ -37,14 +38,15 @@ from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
+from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
-from smp_strategy.engine.parallelize import FirstStep, Parallelizer
-from smp_strategy.engine.run_step import run_step
+from smp_strategy.engine.new_step_kinds import FirstStep
+from smp_strategy.engine.parallelize import parallelize
+from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
-from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
@@ -56,9 +58,6 @@ from smp_strategy.precision.master_weights import parameters_without_masters, re
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
 __all__ = ["Engine"]
-
-# Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
-EVALUATION = 1
 
 LossOf = Callable[[Any], Tensor | None]
 
@@ -95,14 +94,12 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = chosen(device)
-        self._parts = EngineParts(config, self.device, timeout)
+        self._parts = EngineParts(config, self.device, timeout, report)
         self._calls = self._parts.calls
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)
-        self._report = report
         self._units: list[Unit] = []
         self._placed_by_hand: Mapping[str, int] = {}
-        self._keep_shared: Sequence[nn.Module] = ()
         self._without_masters: Mapping[str, nn.Parameter] = {}
         self.manual = ManualSteps(self._calls)
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
@@ -133,8 +130,8 @@ class Engine:
         return self._calls.are_intercepted
 
     @property
-    def layout(self) -> Parallelizer:
-        """Partition, costs and construction of local models; exists once a module is attached."""
+    def layout(self) -> Layout:
+        """Decisions on the module: partition, split layers, plans, costs; exists once a module is attached."""
         return self._parts.layout
 
     @property
@@ -170,7 +167,7 @@ class Engine:
         if self._parts.module is not None and not self.serves(module):
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
         self._parts.optimizers = optimizers
-        self._keep_shared = keep_shared
+        self._parts.keep_shared = keep_shared
         self._without_masters = parameters_without_masters(module, self.config)
         if optimizers:
             refuse_trained(self._without_masters, self.config)
@@ -181,25 +178,17 @@ class Engine:
             halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._parts.module is None:
-            shape = choose_shape(self.config, module, self._report)
+            shape = choose_shape(self.config, module, self._parts.report)
             measuring_device(self.config, self.device)
             self._parts.module = module
-            self._parts.known_mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
+            mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
+            self._parts.known_mesh = mesh
             self._units = choose_placed_units(self.config, module, shape.pp)
             given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
             self._parts.seed = seed
             self._parts.delayed = DelayedModule(module, seed, self.device)
-            self._parts.known_layout = Parallelizer(
-                self.config,
-                module,
-                self._units,
-                self._parts.known_mesh,
-                calls=self._calls,
-                delayed=self._parts.delayed,
-                given=given,
-                report=self._report,
-            )
+            self._parts.known_layout = Layout.undecided(self.config, module, self._units, mesh, self.device, given)
         self._calls.intercept(self._units)
         attached.note(self)
 
@@ -249,49 +238,31 @@ class Engine:
         if kind in ("train", "manual"):
             refuse_trained(self._without_masters, self.config)
             if is_new:
-                self.layout.refuse_rescaled()
-                self.layout.warn_of_fewer(len(microbatches))
+                new_step_kinds.refuse_rescaled(self._parts)
+                warn_of_fewer(self.config, len(microbatches))
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
+        first = FirstStep(kind, step, microbatches, loss_of)
         if self._calls.runtime is None:
-            self._spread(FirstStep(kind, step, microbatches, loss_of))
-        needs_look = self._parts.module.training or self.layout.needs_look or not self._calls.exposed.is_empty
-        new = FirstStep(kind, step, microbatches)
-        if was_surveyed and is_new and needs_look:
-            self.local_model.settle()
-            self.layout.look(new, self._parts.optimizers)
+            # Copies are named now, while they look like the module.
+            local_model = parallelize(self._parts, first, list(self.copies()), everyone_sees=self.gradients_are_seen)
+            self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
+        if was_surveyed and is_new and new_step_kinds.needs_look(self._parts):
+            new_step_kinds.look(self._parts, first)
         if is_new:
-            self.layout.rehearse(new, self._parts.optimizers, self._keep_shared)
+            new_step_kinds.rehearse(self._parts, first)
 
     def look(self, step: Step, batch: Any, *, loss_of: LossOf) -> None:
         """Run ``step`` dry, without values, so that its author sees the result. Collective.
 
         Before the first step, the trace of this run decides the partition.
         """
-        first = FirstStep("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
+        step = self._in_precision(step)
+        first = FirstStep("train", step, cut(self._parts, batch, "look", self.known)[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
-            self.local_model.settle()
-            self.layout.look(first, self._parts.optimizers)
-
-    def _spread(self, first: FirstStep) -> None:
-        """Partition the module, or apply the partition of an earlier run, and free the parts of other ranks."""
-        assert self._parts.module is not None
-        layout = self.layout
-        copies = list(self.copies())  # while they look like the module
-        layout.decide(first, self._parts.optimizers)
-        if copies:
-            self._parts.late.give_whole(self._parts.delayed)
-        local_model = self._parts.local_model = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
-        local_model.take_optimizers(self._parts.optimizers)
-        self._parts.late.load(local_model.holdings)
-        self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
-        transport = layout.transport(self._parts.timeout)
-        local_model.show_in(self.views, transport, lambda: self._parts.optimizers)
-        if self._calls.mixed_precision is not None:
-            self._calls.mixed_precision.keep(local_model.whole_parameters)
-        self._calls.runtime = layout.runtime(local_model, transport, self._keep_shared)
+            new_step_kinds.look(self._parts, first)
 
     # Every step
 
@@ -319,7 +290,7 @@ class Engine:
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         step, microbatches, sizes = self._begin("train", step, batch, loss_of)
-        job = self._training_job(step, sizes, loss_of)
+        job = training_job(self._parts, step, sizes, loss_of)
         job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
@@ -333,22 +304,10 @@ class Engine:
         self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
         """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
-        microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
+        microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
         step = self._in_precision(step)
         self._prepare(kind, step, microbatches, loss_of)
         return step, microbatches, sizes
-
-    def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
-        """Microbatches and sizes of this rank's batch, or of the joint batch of ranks with samples of their own."""
-        self.layout.begin(f"a step ({kind})")
-        return self.layout.cut(batch, self.known(), is_joint=is_joint)
-
-    def _training_job(self, step: Step, sizes: Sequence[int], loss_of: LossOf | None = None) -> Job:
-        total = sum(sizes) or 1
-        self.layout.report_batch(total)
-        self._parts.num_steps += 1
-        seed = derive_seed(self._parts.seed, self.mesh.dp_rank, self._parts.num_steps)
-        return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
         """Run forward of a batch.
@@ -360,12 +319,9 @@ class Engine:
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
         step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
-        self._parts.num_evaluations += 1
-        seed = derive_seed(
-            self._parts.seed, self.mesh.dp_rank, self._parts.num_steps, EVALUATION, self._parts.num_evaluations
-        )
+        job = evaluation_job(self._parts, step)
         with self.local_model.evaluating():
-            run = self._run(kind, Job(step=step, seed=seed), microbatches)
+            run = self._run(kind, job, microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
@@ -376,7 +332,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        run = self.manual.run(self._training_job(step, sizes), microbatches)
+        run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
@@ -387,7 +343,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
+        return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
 
     def _in_precision(self, step: Step) -> Step:
         return step if self._calls.mixed_precision is None else self._calls.mixed_precision.around_step(step)
@@ -480,7 +436,7 @@ class Engine:
         self.local_model.settle()
         self._calls.in_hook = True
         try:
-            with self.layout.in_hook():
+            with nullcontext() if self.layout.group is None else self.layout.group.in_hook():
                 return self.views.run(hook, self._calls.runtime)
         finally:
             self._calls.in_hook = False
@@ -493,7 +449,7 @@ class Engine:
         if self._parts.local_model is not None:
             self._parts.local_model.close()
         self._parts.local_model = None
-        if self._parts.known_layout is not None:
-            self._parts.known_layout.close()
+        if self._parts.known_layout is not None and self._parts.known_layout.group is not None:
+            self._parts.known_layout.group.close()
         if self._parts.known_mesh is not None:
             self._parts.known_mesh.close()

@@ -1,6 +1,6 @@
 """The parts of an engine, which its reports and its saved state share with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
@@ -11,13 +11,16 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.dry_run import DryRunInput
 from smp_strategy.engine.hooks.views import Views
+from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
-from smp_strategy.engine.parallelize import Parallelizer
 from smp_strategy.engine.pending_state import PendingState
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.recording import Recorded
+from smp_strategy.pipeline.user_collectives import replicas_of
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
@@ -32,11 +35,13 @@ class EngineParts:
         config: all options.
         device: where this rank computes.
         timeout: longest wait for another rank; ``None``: that of the backend.
+        report: called with text for the user, the same on every rank.
 
     Attributes:
-        config, device, timeout: as given.
+        config, device, timeout, report: as given.
         module: the attached module; it stays known after it is detached.
         optimizers: of the module.
+        keep_shared: modules whose attributes add up over microbatches.
         calls: intercepts calls of units.
         views: of the user's hooks.
         late: state that waits for the first step.
@@ -45,24 +50,30 @@ class EngineParts:
         local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
         seed, num_steps, num_evaluations: where random streams are.
+        has_counted: whether the number of samples in a training step has been reported.
     """
 
     delayed: DelayedModule
 
-    def __init__(self, config: SMPConfig, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(
+        self, config: SMPConfig, device: torch.device, timeout: timedelta | None, report: Callable[[str], None]
+    ) -> None:
         self.config = config
         self.device = device
         self.timeout = timeout
+        self.report = report
         self.module: nn.Module | None = None
         self.optimizers: Sequence[Optimizer] = ()
+        self.keep_shared: Sequence[nn.Module] = ()
         self.calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
         self.views = Views()
         self.late = PendingState()
         self.known_mesh: ProcessMesh | None = None
-        self.known_layout: Parallelizer | None = None
+        self.known_layout: Layout | None = None
         self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
         self.seed = self.num_steps = self.num_evaluations = 0
+        self.has_counted = False
 
     @property
     def mesh(self) -> ProcessMesh:
@@ -72,8 +83,8 @@ class EngineParts:
         return self.known_mesh
 
     @property
-    def layout(self) -> Parallelizer:
-        """Decides which rank gets which part; exists once a module is attached."""
+    def layout(self) -> Layout:
+        """Decisions on which rank gets which part; exists once a module is attached."""
         if self.known_layout is None:
             raise SMPError("The layout does not exist before a module is attached to the engine.")
         return self.known_layout
@@ -94,6 +105,31 @@ class EngineParts:
     def is_spread(self) -> bool:
         """Whether ranks lack values of the module."""
         return self.local_model is not None and self.local_model.whole_on != "all"
+
+    def dry_run_input(self) -> DryRunInput:
+        """Module and environment of dry runs."""
+        num_stages = self.mesh.pp
+        return DryRunInput(
+            module=self.layout.module,
+            units=self.layout.units,
+            calls=self.calls,
+            shape_inference=self.layout.shape_inference,
+            device=self.device,
+            optimizers=self.optimizers,
+            num_microbatches=self.config.num_microbatches(num_stages) if num_stages > 1 else 1,
+            replicas=replicas_of(self.mesh),
+        )
+
+    def glue(self) -> list[nn.Module]:
+        """Modules above the units, without those in ``keep_shared``."""
+        inside = {id(part) for unit in self.layout.units for part in unit.module.modules()}
+        inside |= set(map(id, self.keep_shared))
+        return [module for module in self.layout.module.modules() if id(module) not in inside]
+
+    def private_state(self, glue: Sequence[nn.Module]) -> MicrobatchState:
+        """State that keeps microbatches apart, in the modules :meth:`glue` and where hooks write to units."""
+        units = [unit.module for unit in self.layout.units]
+        return MicrobatchState(glue, units, lambda: self.calls.exposed_parts, self.calls.switches)
 
     def reduce_gradients(self) -> None:
         """Sum up over stages, and average over replicas, gradients added since the last time. Collective."""

@@ -10,466 +10,247 @@
 
 From then on a rank has a smaller model. With tensor parallelism there is one such model per part, each with its own
 pipeline and all with the same partition; they meet in split layers only.
+
+The decisions are in :class:`~smp_strategy.engine.layout.Layout` and last; the local model is made again for each run.
 """
 
 import itertools
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from smp_strategy.activations.offload import Offload
-from smp_strategy.activations.selection import choose
 from smp_strategy.activations.unit_wrapper import UnitWrapper
-from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_sync import BatchSource
-from smp_strategy.engine.carried_state import Rehearsals
 from smp_strategy.engine.decide import decide
-from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.dry_run import DryRunInput, look_for_exposed, rescaled_tables, run_for_real
-from smp_strategy.engine.given_partition import GivenPartition, num_parameters_of
+from smp_strategy.engine.dry_run import run_for_real
+from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.new_step_kinds import FirstStep, refuse_rewritten
 from smp_strategy.engine.plan_cache import PlanCache
-from smp_strategy.engine.startup_report import render_batch, render_layout, render_order
-from smp_strategy.engine.unit_calls import UnitCalls
-from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.engine.startup_report import render_layout
+from smp_strategy.errors import SMPError
 from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.job import Step
-from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
+from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import replicas_of
-from smp_strategy.planning.costs import Costs
-from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.joint_batch import join
-from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 from smp_strategy.tensor_parallel.plan.patterns import heads_explained
-from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["FirstStep", "Parallelizer"]
+__all__ = ["parallelize"]
 
 
-class FirstStep(NamedTuple):
-    """Step of a new kind, with its batch."""
+def parallelize(
+    parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module] = (), *, everyone_sees: bool = False
+) -> LocalModel:
+    """Make the local model of this rank, and the runtime that executes its stage. Collective over all ranks.
 
-    kind: str
-    """Kind of step; steps of the same kind probably take the same path."""
-    step: Step
-    """The user's code for one microbatch."""
-    microbatches: Sequence[Any]
-    """Microbatches of its batch."""
-    loss_of: Callable[[Any], Tensor | None] | None = None
-    """Picks the loss out of the result of ``step``."""
-
-
-@final
-class Parallelizer:
-    """Decides how a module is parallelized, and builds this rank's local model and runtime accordingly.
+    Afterwards the module has the values of this rank only, and ``parts.calls`` answers calls of units with the runtime.
+    See [Note: order of parallelization].
 
     Args:
-        config: All options.
-        module: Module, full on every rank until :meth:`take_share`.
-        units: Its units.
-        mesh: Process mesh.
-        calls: Interception of unit calls.
-        delayed: Tensors of the module without values yet.
-        given: Decisions of the user.
-        report: Called with text for the user, the same on every rank.
+        parts: Parts of the engine, with a full module. Gets the local model and the runtime.
+        first: First step of the run. Its first microbatch is traced, if there is no partition yet.
+        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
+        everyone_sees: Whether all replicas keep averaged gradients until the optimizer's step.
 
-    Attributes:
-        partition: Stage of each unit; ``None`` until it is decided.
-        treatments: Activation policies of units.
-        costs: Costs of calls: modelled, or measured once the partition is decided.
+    Raises:
+        ConfigError: the model does not fit the degrees or the memory limits, or an optimizer cannot update parts.
+        UnsupportedError: the step uses tensors in a way that a rank with some of them cannot follow.
+        SMPError: layers would be split otherwise than in the last run.
     """
+    layout, mesh, calls = parts.layout, parts.mesh, parts.calls
+    parts.delayed.prepare(layout.units, parts.optimizers)
+    if layout.group is not None:
+        _split_layers(parts, first, layout.group)
+    if layout.partition is None:
+        _decide_partition(parts, first)
+    if copies:
+        parts.late.give_whole(parts.delayed)
+    # In `parts` before optimizers can be refused: detaching restores the module through it.
+    local_model = parts.local_model = LocalModel(
+        layout.module,
+        _ownership(layout, mesh.pp),
+        mesh,
+        parts.config,
+        parts.delayed,
+        copies=copies,
+        everyone_sees=everyone_sees,
+        split=layout.split,
+    )
+    local_model.take_optimizers(parts.optimizers)
+    parts.late.load(local_model.holdings)
+    transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout) if mesh.pp > 1 else None
+    local_model.show_in(parts.views, transport, lambda: parts.optimizers)
+    if calls.mixed_precision is not None:
+        calls.mixed_precision.keep(local_model.whole_parameters)
+    calls.runtime = _runtime(parts, local_model, transport)
+    return local_model
 
-    def __init__(
-        self,
-        config: SMPConfig,
-        module: nn.Module,
-        units: Sequence[Unit],
-        mesh: ProcessMesh,
-        *,
-        calls: UnitCalls,
-        delayed: DelayedModule,
-        given: GivenPartition | None,
-        report: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._module = module
-        self._units = units
-        self._mesh = mesh
-        self._calls = calls
-        self._delayed = delayed
-        self._given = given
-        self._report = report
-        self._num_parameters = num_parameters_of(units)
-        self._recomputed = choose(config, module, units)
-        self.treatments = self._recomputed.units
-        self._shape_inference = ShapeInference(delayed.device)
-        self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
-        self._split: SplitLayerSet | None = None
-        self._used_by_glue: tuple[Tensor, ...] = ()
-        self._plans: PlanCache | None = None
-        self._has_counted = False
-        self.partition: Partition | None = None
-        self.costs = Costs.modelled(delayed.device)
 
-    @property
-    def plans(self) -> PlanCache:
-        """Plan cache; exists once the partition is decided."""
-        assert self._plans is not None
-        return self._plans
+def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> None:
+    """Split layers over ``group``, as in the last run if there was one."""
+    layout, config, calls = parts.layout, parts.config, parts.calls
 
-    def close(self) -> None:
-        """Release process groups; decisions can still be read."""
-        if self._group is not None:
-            self._group.close()
-
-    def begin(self, what: str) -> None:
-        """Begin a step: see :meth:`TensorGroup.begin`."""
-        if self._group is not None:
-            self._group.begin(what)
-
-    def in_hook(self) -> AbstractContextManager[None]:
-        """Context of the user's code in a hook: see :meth:`TensorGroup.in_hook`."""
-        return nullcontext() if self._group is None else self._group.in_hook()
-
-    def cut(self, batch: Any, known: BatchSource | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
-        """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
-
-        Args:
-            batch: Batch that this rank has read.
-            known: Facts that the data loader knows about its samples.
-            is_joint: Whether all these ranks have read this batch; else see :func:`join`.
-        """
-        if not (is_joint or self._config.prescaled_batch or self._group is None):
-            batch, known = join(batch, self._group, known)
-        return split(batch, self._config.num_microbatches(self._mesh.pp), known)
-
-    def warn_of_fewer(self, num_run: int) -> None:
-        """Warn that a batch has fewer samples than microbatches are asked for; ``num_run`` microbatches are run."""
-        wanted = self._config.microbatches
-        if wanted is not None and num_run < wanted:
-            warnings.warn(
-                f"`microbatches` is {wanted}, but the batch has too few samples for that: {num_run} will be run. Use "
-                f"batches of at least {wanted} samples, or set `microbatches={num_run}`.",
-                stacklevel=2,
-            )
-
-    def report_batch(self, num_samples: int) -> None:
-        """Report once the number of samples in a training step, given those of this replica's batch."""
-        if not self._has_counted and self._mesh.shape.world_size > 1:
-            self._has_counted = True
-            self._report(render_batch(num_samples, self._mesh.shape))
-
-    def dry_run_input(self, optimizers: Sequence[Optimizer]) -> DryRunInput:
-        """Module and environment of dry runs."""
-        return DryRunInput(
-            module=self._module,
-            units=self._units,
-            calls=self._calls,
-            shape_inference=self._shape_inference,
-            device=self._delayed.device,
-            optimizers=optimizers,
-            num_microbatches=self._config.num_microbatches(self._mesh.pp) if self._mesh.pp > 1 else 1,
-            replicas=replicas_of(self._mesh),
-        )
-
-    def decide(self, first: FirstStep, optimizers: Sequence[Optimizer]) -> None:
-        """Split layers and decide the partition, unless there is one already. Collective over all ranks.
-
-        See [Note: order of parallelization].
-        """
-        self._delayed.prepare(self._units, optimizers)
-        if self._group is not None:
-            self._split_layers(first, optimizers, self._group)
-        if self.partition is not None:
-            return
-        # Plan and report the microbatches that will run: a batch may have too few samples for the option.
-        config, num_run = self._config, len(first.microbatches)
-        if first.kind in ("train", "manual") and num_run < config.num_microbatches(self._mesh.pp):
-            config = replace(config, microbatches=num_run)
-        with heads_explained(self._config.tensor_parallel or {}):
-            self.partition, found, self.costs = decide(
-                config,
-                self.dry_run_input(optimizers),
-                self._mesh.shape,
-                first=(first.step, first.microbatches[0], first.loss_of),
-                given=self._given,
-                chosen=self._recomputed.units,
-                num_parameters=self._num_parameters,
-                measuring=nullcontext if self._group is None else self._group.alone,
-            )
-        self._refuse_rewritten()
-        self.treatments = self.partition.treatments
-        self._used_by_glue = found.used_by_glue
-        self._plans = PlanCache(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
-        if found.trace is not None and found.trace.loss is not None:
-            self._plans.learn(first.kind, found.trace)
-        layout = render_layout(self._mesh.shape, self.partition, config, self.split_report)
-        notes = self.costs.render()
-        self._report(f"{notes}\n{layout}" if notes else layout)
-
-    @property
-    def split_report(self) -> SplitReport | None:
-        """Report on each layer; ``None`` if none are split, or before the first step."""
-        return None if self._split is None else self._split.report
-
-    def _split_layers(self, first: FirstStep, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
-        def run_step() -> None:
-            self._calls.intercept(self._units)
-            try:
-                with self._delayed.pretending():
-                    run_for_real(first.step, first.microbatches[0], first.loss_of, self.dry_run_input(optimizers))
-            finally:
-                self._calls.give_back()
-
-        before = None if self._split is None else dict(self._split.cuts)
-        watched = None if self._split is None else self._split.watched
-        # Interception keeps the `forward` of units as it was then; splitting changes it, so intercept again afterwards.
-        self._calls.give_back()
+    def run_step() -> None:
+        calls.intercept(layout.units)
         try:
-            split = split_layers(
-                self._module,
-                group,
-                patterns=self._config.tensor_parallel,
-                strict=self._config.tensor_parallel_strict,
-                stream_dim=self._config.stream_dim,
-                run_step=run_step,
-                before=watched,
-            )
-            self._split = SplitLayerSet(split, group)
+            with parts.delayed.pretending():
+                run_for_real(first.step, first.microbatches[0], first.loss_of, parts.dry_run_input())
         finally:
-            self._calls.intercept(self._units)
-        self._delayed.divide(self._split)
-        if before is not None and before != self._split.cuts:
-            odd = {id(parameter) for parameter, _ in before.items() ^ self._split.cuts.items()}
-            names = [name for name, parameter in self._module.named_parameters() if id(parameter) in odd]
-            where = f"`{names[0]}` ({self._split.report.why(names[0])})" if names else "Layers"
-            raise SMPError(
-                f"{where} would be split otherwise than in the last run of this strategy, which optimizers have state "
-                "for: modules, patterns, hooks or who reads weights have changed. Use a new strategy object."
-            )
+            calls.give_back()
 
-    @property
-    def needs_look(self) -> bool:
-        """Whether each new kind of step needs :meth:`look` before it runs."""
-        return self._split is not None
-
-    def look(self, kind: FirstStep, optimizers: Sequence[Optimizer]) -> None:
-        """Dry run of a later kind of step, which may use tensors that the first one has not used.
-
-        Raises:
-            UnsupportedError: code above the units, or a hook registered since, computes with parts of split layers as
-                if they were full; or units write to sharded weights.
-        """
-        self._refuse_new_hooks()
-        has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
-        inputs = self.dry_run_input(optimizers)
-
-        def run_step() -> tuple[Tensor, ...]:
-            return look_for_exposed(kind.step, kind.microbatches[0], inputs, has_values=has_values).used_by_glue
-
-        cuts = {} if self._split is None else self._split.cuts
-        used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
-        if used_parts and has_values:
-            # A layer may read its own part: only the uses by other code are errors.
-            used_parts &= read_by_others(dict(self._module.named_modules()), run_step)
-        self._refuse_rewritten()
-        found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
-        if found:
-            layer = found[0].rpartition(".")[0]
-            raise UnsupportedError(
-                f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
-                "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
-                f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
-            )
-
-    def rehearse(self, kind: FirstStep, optimizers: Sequence[Optimizer], keep_shared: Iterable[nn.Module]) -> None:
-        """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
-
-        Args:
-            kind: Step of the new kind.
-            optimizers: Optimizers of the module.
-            keep_shared: Modules whose attributes accumulate over microbatches.
-        """
-        assert self.partition is not None
-        inputs = self.dry_run_input(optimizers)
-        # In manual steps microbatches run one after the other from barrier to barrier anyway.
-        if self._config.skip_tracing or inputs.num_microbatches == 1 or kind.kind == "manual":
-            return
-        glue, units = self._glue_and_units(keep_shared)
-        rule = Rehearsals(
-            step=kind.step,
-            microbatch=kind.microbatches[0],
-            inputs=inputs,
-            stage_of=self.partition.stage_of,
-            num_stages=self._mesh.pp,
-            private_state=lambda: self._private_state(glue, units),
-        ).turn_rule()
-        rules = collectives.gather_objects(rule, "how far microbatches may take turns", self._mesh.replica_group)
-        found = [each for each in rules if each is not None]
-        if not found:
-            return
-        # Stages under different rules would deadlock. Without a gate, microbatches run one after the other.
-        rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
-        self.plans.turn_rules[kind.kind] = rule
-        if rule.gate is None:
-            self._report(render_order(kind.kind, rule.names))
-
-    def refuse_rescaled(self) -> None:
-        """Before training: refuse embeddings with ``max_norm`` if there are several replicas.
-
-        Raises:
-            UnsupportedError: replicas would rescale rows of an embedding each in its own way.
-        """
-        tables = {id(table) for table in rescaled_tables(self._units)} if self._mesh.dp > 1 else set[int]()
-        names = [name for name, parameter in self._module.named_parameters() if id(parameter) in tables]
-        if names:
-            raise UnsupportedError(
-                f"`{names[0]}` is rescaled as it is used (`max_norm`), but {self._mesh.dp} replicas use rows of their "
-                "own, so that they would not have the same weights any more. Leave `max_norm` out and rescale all rows "
-                "after the optimizer's step (`torch.renorm` in `on_train_batch_end`), or train with one replica."
-            )
-
-    def _refuse_rewritten(self) -> None:
-        """After a dry run: refuse units that write to sharded weights.
-
-        Raises:
-            UnsupportedError: a unit writes to a weight that is gathered for each use, of which a rank keeps only its
-                shard of the earlier values.
-        """
-        rewritten = sorted(self._shape_inference.rewritten)
-        if rewritten and self._mesh.shard_group is not None:
-            raise UnsupportedError(
-                f"`{rewritten[0]}`{f' and {len(rewritten) - 1} more' * (len(rewritten) > 1)} is written to by its own "
-                "layer as it computes, or by a hook on that, but its values are put together from shards for each use, "
-                "and what is written would be lost. Change it after the optimizer's step (in `on_train_batch_end`), "
-                "compute with a changed copy (`torch.nn.utils.parametrizations`), or train without "
-                "`sharded_data_parallel_degree`."
-            )
-
-    def _refuse_new_hooks(self) -> None:
-        if self._split is None:
-            return
-        problem = self._split.hook_problem(dict(self._module.named_modules(remove_duplicate=False)))
-        if problem is not None:
-            raise UnsupportedError(
-                f"`tensor_parallel_degree`: {problem}. Register it before the first step (in `__init__` or "
-                "`configure_model`; validation may come before training), which keeps the layer whole, or keep it so "
-                'yourself: `tensor_parallel={"<layer>": "replicate"}`.'
-            )
-
-    def _agree(self, is_so: bool) -> bool:
-        """Whether something is true on all ranks of the tensor-parallel group. Collective over it."""
-        if self._group is None:
-            return is_so
-        return not self._group.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
-
-    def _agree_on_trace(self, trace: Trace) -> Trace:
-        """``trace`` of the first rank of the tensor-parallel group. Collective over it."""
-        if self._group is None:
-            return trace
-        first = self._group.objects(trace)[0]
-        return Trace(first.events, first.loss)
-
-    def take_share(self, copies: Iterable[nn.Module], *, everyone_sees: bool) -> LocalModel:
-        """Free the values of other ranks; see :class:`~smp_strategy.engine.local_model.LocalModel`."""
-        assert self.partition is not None
-        # Not kept from an earlier run: buffers may have been replaced since.
-        ownership = Ownership(
-            self._module, self._units, self.partition.stage_of, self._mesh.pp, used_by_glue=self._used_by_glue
+    before = None if layout.split is None else dict(layout.split.cuts)
+    watched = None if layout.split is None else layout.split.watched
+    # Interception keeps the `forward` of units as it was then; splitting changes it, so intercept again afterwards.
+    calls.give_back()
+    try:
+        split = split_layers(
+            layout.module,
+            group,
+            patterns=config.tensor_parallel,
+            strict=config.tensor_parallel_strict,
+            stream_dim=config.stream_dim,
+            run_step=run_step,
+            before=watched,
         )
-        return LocalModel(
-            self._module,
-            ownership,
-            self._mesh,
-            self._config,
-            self._delayed,
-            copies=copies,
-            everyone_sees=everyone_sees,
-            split=self._split,
+        layout.split = SplitLayerSet(split, group)
+    finally:
+        calls.intercept(layout.units)
+    parts.delayed.divide(layout.split)
+    if before is not None:
+        _refuse_other_cuts(layout.module, layout.split, before)
+
+
+def _refuse_other_cuts(module: nn.Module, split: SplitLayerSet, before: Mapping[nn.Parameter, Cut]) -> None:
+    """Refuse cuts that differ from those ``before``, which optimizers have state for.
+
+    Raises:
+        SMPError: they differ.
+    """
+    if before == split.cuts:
+        return
+    odd = {id(parameter) for parameter, _ in before.items() ^ split.cuts.items()}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in odd]
+    where = f"`{names[0]}` ({split.report.why(names[0])})" if names else "Layers"
+    raise SMPError(
+        f"{where} would be split otherwise than in the last run of this strategy, which optimizers have state "
+        "for: modules, patterns, hooks or who reads weights have changed. Use a new strategy object."
+    )
+
+
+def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
+    """Decide the stage of each unit, make the plan cache, and report both."""
+    layout, shape, group = parts.layout, parts.mesh.shape, parts.layout.group
+    # Plan and report the microbatches that will run: a batch may have too few samples for the option.
+    config, num_run = parts.config, len(first.microbatches)
+    if first.kind in ("train", "manual") and num_run < config.num_microbatches(shape.pp):
+        config = replace(config, microbatches=num_run)
+    with heads_explained(parts.config.tensor_parallel or {}):
+        layout.partition, found, layout.costs = decide(
+            config,
+            parts.dry_run_input(),
+            shape,
+            first=(first.step, first.microbatches[0], first.loss_of),
+            given=layout.given,
+            chosen=layout.recomputed.units,
+            num_parameters=layout.num_parameters,
+            measuring=nullcontext if group is None else group.alone,
         )
+    refuse_rewritten(parts)
+    layout.treatments = layout.partition.treatments
+    layout.used_by_glue = found.used_by_glue
+    layout.known_plans = plans = PlanCache(
+        parts.config, layout.partition, layout.costs, parts.report, partial(_agree_on_trace, group)
+    )
+    if found.trace is not None and found.trace.loss is not None:
+        plans.learn(first.kind, found.trace)
+    text = render_layout(shape, layout.partition, config, layout.split_report)
+    notes = layout.costs.render()
+    parts.report(f"{notes}\n{text}" if notes else text)
 
-    def transport(self, timeout: timedelta | None) -> Transport | None:
-        """Point-to-point transport between the stages; ``None`` if there is a single one."""
-        return Transport(self._mesh.stage_ranks, self._mesh.pp_group, timeout) if self._mesh.pp > 1 else None
 
-    def runtime(
-        self, local_model: LocalModel, transport: Transport | None, keep_shared: Iterable[nn.Module]
-    ) -> Runtime:
-        """Runtime that executes the user's code on this rank's stage.
+def _agree_on_trace(group: TensorGroup | None, trace: Trace) -> Trace:
+    """``trace`` of the first rank of the tensor-parallel group. Collective over it."""
+    if group is None:
+        return trace
+    first = group.objects(trace)[0]
+    return Trace(first.events, first.loss)
 
-        Args:
-            local_model: Local model.
-            transport: See :meth:`transport`.
-            keep_shared: Modules whose attributes accumulate over microbatches.
-        """
-        assert self.partition is not None
-        glue, units = self._glue_and_units(keep_shared)
-        activations = self._activations(glue)
-        stage = Stage(
-            number=self._mesh.stage,
-            stage_of=self.partition.stage_of,
-            num_stages=self._mesh.pp,
-            shape_inference=self._shape_inference,
-            transport=transport,
-            device=self._delayed.device,
-            with_weights=local_model.with_weights,
-            activations=activations,
-            reads_refused=local_model.reads_refused,
-            replicas=replicas_of(self._mesh),
-            agree=self._agree,
-        )
-        if self._config.compile:
-            for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
-                self._calls.compile(name)
-        return Runtime(stage, self._private_state(glue, units))
 
-    def _private_state(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> MicrobatchState:
-        return MicrobatchState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
+def _ownership(layout: Layout, num_stages: int) -> Ownership:
+    """Map from tensors to stages. It is not kept from an earlier run: buffers may have been replaced since."""
+    assert layout.partition is not None
+    return Ownership(
+        layout.module, layout.units, layout.partition.stage_of, num_stages, used_by_glue=layout.used_by_glue
+    )
 
-    def _activations(self, glue: Sequence[nn.Module]) -> UnitWrapper:
-        """Wrapper that applies the activation policies of units and of their submodules."""
 
-        def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
-            return glue, reached_by_hooks(list(unit.modules()))
+def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport | None) -> Runtime:
+    """Runtime that executes the user's code on this rank's stage; ``transport`` leads to the others."""
+    layout, mesh = parts.layout, parts.mesh
+    assert layout.partition is not None
+    glue = parts.glue()
+    stage = Stage(
+        number=mesh.stage,
+        stage_of=layout.partition.stage_of,
+        num_stages=mesh.pp,
+        shape_inference=layout.shape_inference,
+        transport=transport,
+        device=parts.device,
+        with_weights=local_model.with_weights,
+        activations=_activations(parts, glue),
+        reads_refused=local_model.reads_refused,
+        replicas=replicas_of(mesh),
+        agree=partial(_agree, layout.group),
+    )
+    if parts.config.compile:
+        for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
+            parts.calls.compile(name)
+    return Runtime(stage, parts.private_state(glue))
 
-        activations = UnitWrapper(self.treatments, self._delayed.device, reached, offload=self._offload())
-        inside = self._recomputed.inside.items()
-        parts = {name: (self._module.get_submodule(name), treatment) for name, treatment in inside}
-        self._calls.recompute_inside(parts, activations, self._delayed.device)
-        return activations
 
-    def _offload(self) -> Offload:
-        copies = HostCopies(self._delayed.device)
-        if not any(treatment.offload for treatment in self.treatments.values()):
-            return Offload(copies)
-        return Offload(
-            copies,
-            horizon=self._config.activation_loading_horizon,
-            min_bytes=self._config.least_offloaded,
-            weights=lambda: itertools.chain(self._module.parameters(), self._module.buffers()),
-        )
+def _agree(group: TensorGroup | None, is_so: bool) -> bool:
+    """Whether something is true on all ranks of the tensor-parallel group. Collective over it."""
+    if group is None:
+        return is_so
+    return not group.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
 
-    def _glue_and_units(self, keep_shared: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-        units = [unit.module for unit in self._units]
-        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, keep_shared))
-        return [module for module in self._module.modules() if id(module) not in inside], units
+
+def _activations(parts: EngineParts, glue: Sequence[nn.Module]) -> UnitWrapper:
+    """Wrapper that applies the activation policies of units and of their submodules."""
+    layout, device = parts.layout, parts.device
+
+    def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
+        return glue, reached_by_hooks(list(unit.modules()))
+
+    activations = UnitWrapper(layout.treatments, device, reached, offload=_offload(parts))
+    inside = layout.recomputed.inside.items()
+    submodules = {name: (layout.module.get_submodule(name), treatment) for name, treatment in inside}
+    parts.calls.recompute_inside(submodules, activations, device)
+    return activations
+
+
+def _offload(parts: EngineParts) -> Offload:
+    """Offload of the activations of units whose policies ask for it."""
+    module, copies = parts.layout.module, HostCopies(parts.device)
+    if not any(treatment.offload for treatment in parts.layout.treatments.values()):
+        return Offload(copies)
+    return Offload(
+        copies,
+        horizon=parts.config.activation_loading_horizon,
+        min_bytes=parts.config.least_offloaded,
+        weights=lambda: itertools.chain(module.parameters(), module.buffers()),
+    )

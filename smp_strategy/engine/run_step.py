@@ -1,16 +1,96 @@
-"""Execution of a step under the schedule planned for it; the plan cache learns its path for the next one."""
+"""Every step: its batch is cut into microbatches, becomes a job, and runs under the schedule planned for it.
 
-from collections.abc import Sequence
+A job has what the microbatches of one batch share: the user's code, the weights of their losses, and a random seed.
+After the step the plan cache learns its path for the next one.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.rng_sync import BatchSource
+from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.plan_cache import PlanCache
-from smp_strategy.pipeline.job import Job, StepRun
+from smp_strategy.engine.startup_report import render_batch
+from smp_strategy.model.rng import derive_seed
+from smp_strategy.pipeline.job import Job, Step, StepRun
+from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.tensor_parallel.joint_batch import join
 
-__all__ = ["run_step"]
+__all__ = ["cut", "evaluation_job", "run_step", "training_job", "warn_of_fewer"]
+
+# Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
+EVALUATION = 1
+
+
+def cut(
+    parts: EngineParts, batch: Any, kind: str, known: Callable[[], BatchSource | None], *, is_joint: bool = False
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
+
+    Args:
+        parts: Parts of the engine.
+        batch: Batch that this rank has read.
+        kind: Kind of step that begins, for messages.
+        known: Returns facts that the data loader knows about the samples.
+        is_joint: Whether all these ranks have read this batch, whatever ``prescaled_batch`` says; else see
+            :func:`~smp_strategy.tensor_parallel.joint_batch.join`.
+
+    Raises:
+        UnsupportedError: the batch cannot be cut, or batches of ranks do not fit together.
+    """
+    group, config = parts.layout.group, parts.config
+    if group is not None:
+        group.begin(f"a step ({kind})")
+    source = known()
+    if not (is_joint or config.prescaled_batch or group is None):
+        batch, source = join(batch, group, source)
+    return split(batch, config.num_microbatches(parts.mesh.pp), source)
+
+
+def warn_of_fewer(config: SMPConfig, num_run: int) -> None:
+    """Warn that a batch has fewer samples than microbatches are asked for; ``num_run`` microbatches are run."""
+    wanted = config.microbatches
+    if wanted is not None and num_run < wanted:
+        warnings.warn(
+            f"`microbatches` is {wanted}, but the batch has too few samples for that: {num_run} will be run. Use "
+            f"batches of at least {wanted} samples, or set `microbatches={num_run}`.",
+            stacklevel=2,
+        )
+
+
+def training_job(
+    parts: EngineParts, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+) -> Job:
+    """Job of the next training step: losses are weighted by samples.
+
+    Args:
+        parts: Parts of the engine; counts the step, and reports the number of samples in the first one.
+        step: User's code for one microbatch.
+        sizes: Number of samples in each microbatch.
+        loss_of: Picks the loss out of the result of ``step``; ``None``: the step runs backward itself.
+    """
+    total = sum(sizes) or 1
+    if not parts.has_counted and parts.mesh.shape.world_size > 1:
+        parts.has_counted = True
+        parts.report(render_batch(total, parts.mesh.shape))
+    parts.num_steps += 1
+    seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
+    return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
+
+
+def evaluation_job(parts: EngineParts, step: Step) -> Job:
+    """Job of the next step without backward; ``parts`` counts it."""
+    parts.num_evaluations += 1
+    seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)
+    return Job(step=step, seed=seed)
 
 
 def run_step(

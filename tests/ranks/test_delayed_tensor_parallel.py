@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.local_model import LocalModel
-from smp_strategy.engine.parallelize import Parallelizer
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel.autograd_collectives import add_up
 from smp_strategy.tensor_parallel.autograd_collectives import copy as copy_
@@ -225,25 +225,26 @@ def bytes_of_the_first_step(
     engine = engine_for(model, tp=tp, **options)
     units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
     total = sum(parameter.nbytes for parameter in model.parameters())
-    counters = {Parallelizer: LivingBytes(), LocalModel: LivingBytes()}
+    deciding, taking = LivingBytes(), LivingBytes()
     found: list[int] = []
-    decide, construct = Parallelizer.decide, LocalModel.__init__
+    prepare, construct = DelayedModule.prepare, LocalModel.__init__
 
-    def decided(self: Parallelizer, *args: Any) -> None:
-        with counters[Parallelizer]:
-            decide(self, *args)
+    def prepared(self: DelayedModule, *args: Any) -> None:
+        deciding.__enter__()
+        prepare(self, *args)
 
     def constructed(self: LocalModel, *args: Any, **kwargs: Any) -> None:
-        with counters[LocalModel]:
+        deciding.__exit__(None, None, None)
+        with taking:
             construct(self, *args, **kwargs)
         replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
         share = sum(each.untyped_storage().nbytes() for each in replicated)
         found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
 
-    monkeypatch.setattr(Parallelizer, "decide", decided)
+    monkeypatch.setattr(DelayedModule, "prepare", prepared)
     monkeypatch.setattr(LocalModel, "__init__", constructed)
     engine.train_step(model.loss, batch(0), loss_of=loss_of)
-    return counters[Parallelizer].most, counters[LocalModel].most, found[0], max(units), total
+    return deciding.most, taking.most, found[0], max(units), total
 
 
 LARGE: dict[str, Callable[[], nn.Module]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine import parallelize as layout
+from smp_strategy.engine import parallelize
 from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline import split_backward
 from smp_strategy.testing import run_ranks
@@ -80,7 +80,7 @@ def test_copies_that_are_done_as_late_as_possible_change_no_number(treatment: di
 
 
 def train_on_a_slow_link(options: dict[str, Any]) -> Any:
-    layout.HostCopies = lambda device: Device()
+    parallelize.HostCopies = lambda device: Device()
     return train(in_order, options)
 
 

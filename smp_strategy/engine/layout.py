@@ -1,0 +1,109 @@
+"""Layout of a module over the ranks: what the first step decides, and later runs of the same engine keep.
+
+It holds data only. :func:`smp_strategy.engine.parallelize.parallelize` fills it in, in the first step. A later run
+finds it filled in, and gets the partition that the state of the optimizers is made for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.selection import CheckpointSelection, choose
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.given_partition import GivenPartition, num_parameters_of
+from smp_strategy.engine.plan_cache import PlanCache
+from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.model.units import Unit
+from smp_strategy.planning.costs import Costs
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.plan.split_report import SplitReport
+from smp_strategy.tensor_parallel.split_module import SplitLayerSet
+
+__all__ = ["Layout"]
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Layout:
+    """Decisions on a module, and what they are made from."""
+
+    module: nn.Module
+    """Module; full on every rank until the first step frees the values of other ranks."""
+    units: Sequence[Unit]
+    """Its units."""
+    given: GivenPartition | None
+    """Stages that the user has decided; ``None``: the library chooses."""
+    recomputed: CheckpointSelection
+    """Activation policies that the options set, for units and for modules inside them."""
+    num_parameters: Mapping[str, int]
+    """Number of parameters of each unit before layers are split."""
+    shape_inference: ShapeInference
+    """Predictions of results, which all dry runs and steps share."""
+    group: TensorGroup | None
+    """Tensor-parallel group of this rank; ``None``: no layer is split."""
+    treatments: Treatments
+    """Activation policies of units; from the first step on, those of the partition."""
+    costs: Costs
+    """Costs of calls: modelled, or measured once the partition is decided."""
+    partition: Partition | None = None
+    """Stage of each unit; ``None`` until it is decided."""
+    split: SplitLayerSet | None = None
+    """Split layers; ``None``: none are, or not yet."""
+    used_by_glue: tuple[Tensor, ...] = ()
+    """Parameters and tables of units that code above the units computes with."""
+    known_plans: PlanCache | None = None
+    """Plan cache; ``None`` until the partition is decided."""
+
+    @classmethod
+    def undecided(
+        cls,
+        config: SMPConfig,
+        module: nn.Module,
+        units: Sequence[Unit],
+        mesh: ProcessMesh,
+        device: torch.device,
+        given: GivenPartition | None,
+    ) -> Self:
+        """Layout before the first step.
+
+        Args:
+            config: All options.
+            module: Full module.
+            units: Its units.
+            mesh: Process mesh.
+            device: Device on which steps run.
+            given: Stages that the user has decided.
+
+        Raises:
+            ConfigError: a pattern of `activation_checkpointing` fits no module.
+        """
+        num_parameters = num_parameters_of(units)
+        recomputed = choose(config, module, units)
+        return cls(
+            module=module,
+            units=units,
+            given=given,
+            recomputed=recomputed,
+            num_parameters=num_parameters,
+            shape_inference=ShapeInference(device),
+            group=None if mesh.tp_group is None else TensorGroup(mesh.tp_group),
+            treatments=recomputed.units,
+            costs=Costs.modelled(device),
+        )
+
+    @property
+    def plans(self) -> PlanCache:
+        """Plan cache; exists once the partition is decided."""
+        assert self.known_plans is not None
+        return self.known_plans
+
+    @property
+    def split_report(self) -> SplitReport | None:
+        """Report on each layer; ``None`` if none are split, or before the first step."""
+        return None if self.split is None else self.split.report

@@ -1,0 +1,158 @@
+"""New kinds of steps: what is found out, and what is refused, before the first step of each kind runs.
+
+Training, validation and prediction are steps of different kinds, and each has code of its own. The first step of all
+decides the partition; a later kind may use other tensors, or leave other state. So each new kind runs dry before it
+runs: it is *looked at*, for tensors that its ranks do not have in full, and *rehearsed*, for state that one microbatch
+leaves for the next.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.engine.carried_state import Rehearsals
+from smp_strategy.engine.dry_run import look_for_exposed, rescaled_tables
+from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.layout import Layout
+from smp_strategy.engine.startup_report import render_order
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.job import Step
+from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
+
+__all__ = ["FirstStep", "look", "needs_look", "refuse_rescaled", "refuse_rewritten", "rehearse"]
+
+
+class FirstStep(NamedTuple):
+    """Step of a new kind, with its batch."""
+
+    kind: str
+    """Kind of step; steps of the same kind probably take the same path."""
+    step: Step
+    """The user's code for one microbatch."""
+    microbatches: Sequence[Any]
+    """Microbatches of its batch."""
+    loss_of: Callable[[Any], Tensor | None] | None = None
+    """Picks the loss out of the result of ``step``."""
+
+
+def refuse_rescaled(parts: EngineParts) -> None:
+    """Before training: refuse embeddings with ``max_norm`` if there are several replicas.
+
+    Raises:
+        UnsupportedError: replicas would rescale rows of an embedding each in its own way.
+    """
+    layout, num_replicas = parts.layout, parts.mesh.dp
+    tables = {id(table) for table in rescaled_tables(layout.units)} if num_replicas > 1 else set[int]()
+    names = [name for name, parameter in layout.module.named_parameters() if id(parameter) in tables]
+    if names:
+        raise UnsupportedError(
+            f"`{names[0]}` is rescaled as it is used (`max_norm`), but {num_replicas} replicas use rows of their "
+            "own, so that they would not have the same weights any more. Leave `max_norm` out and rescale all rows "
+            "after the optimizer's step (`torch.renorm` in `on_train_batch_end`), or train with one replica."
+        )
+
+
+def needs_look(parts: EngineParts) -> bool:
+    """Whether a new kind of step needs :func:`look` before it runs."""
+    return parts.layout.module.training or parts.layout.split is not None or not parts.calls.exposed.is_empty
+
+
+def look(parts: EngineParts, first: FirstStep) -> None:
+    """Dry run of a later kind of step, which may use tensors that the first one has not used. Collective.
+
+    Args:
+        parts: Parts of the engine, whose module is partitioned.
+        first: Step of the new kind.
+
+    Raises:
+        UnsupportedError: code above the units, or a hook registered since, computes with parts of split layers as if
+            they were full; or units write to sharded weights.
+    """
+    parts.spread.settle()
+    layout, mesh = parts.layout, parts.mesh
+    _refuse_new_hooks(layout)
+    has_values = mesh.pp == 1 and mesh.shard_group is None
+    inputs = parts.dry_run_input()
+
+    def run_step() -> tuple[Tensor, ...]:
+        return look_for_exposed(first.step, first.microbatches[0], inputs, has_values=has_values).used_by_glue
+
+    cuts = {} if layout.split is None else layout.split.cuts
+    used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
+    if used_parts and has_values:
+        # A layer may read its own part: only the uses by other code are errors.
+        used_parts &= read_by_others(dict(layout.module.named_modules()), run_step)
+    refuse_rewritten(parts)
+    found = [name for name, parameter in layout.module.named_parameters() if id(parameter) in used_parts]
+    if found:
+        layer = found[0].rpartition(".")[0]
+        raise UnsupportedError(
+            f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
+            "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
+            f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
+        )
+
+
+def _refuse_new_hooks(layout: Layout) -> None:
+    if layout.split is None:
+        return
+    problem = layout.split.hook_problem(dict(layout.module.named_modules(remove_duplicate=False)))
+    if problem is not None:
+        raise UnsupportedError(
+            f"`tensor_parallel_degree`: {problem}. Register it before the first step (in `__init__` or "
+            "`configure_model`; validation may come before training), which keeps the layer whole, or keep it so "
+            'yourself: `tensor_parallel={"<layer>": "replicate"}`.'
+        )
+
+
+def refuse_rewritten(parts: EngineParts) -> None:
+    """After a dry run: refuse units that write to sharded weights.
+
+    Raises:
+        UnsupportedError: a unit writes to a weight that is gathered for each use, of which a rank keeps only its shard
+            of the earlier values.
+    """
+    rewritten = sorted(parts.layout.shape_inference.rewritten)
+    if rewritten and parts.mesh.shard_group is not None:
+        raise UnsupportedError(
+            f"`{rewritten[0]}`{f' and {len(rewritten) - 1} more' * (len(rewritten) > 1)} is written to by its own "
+            "layer as it computes, or by a hook on that, but its values are put together from shards for each use, "
+            "and what is written would be lost. Change it after the optimizer's step (in `on_train_batch_end`), "
+            "compute with a changed copy (`torch.nn.utils.parametrizations`), or train without "
+            "`sharded_data_parallel_degree`."
+        )
+
+
+def rehearse(parts: EngineParts, first: FirstStep) -> None:
+    """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
+
+    Args:
+        parts: Parts of the engine, whose module is partitioned.
+        first: Step of the new kind.
+    """
+    partition, kind = parts.layout.partition, first.kind
+    assert partition is not None
+    inputs = parts.dry_run_input()
+    # In manual steps microbatches run one after the other from barrier to barrier anyway.
+    if parts.config.skip_tracing or inputs.num_microbatches == 1 or kind == "manual":
+        return
+    glue = parts.glue()
+    rule = Rehearsals(
+        step=first.step,
+        microbatch=first.microbatches[0],
+        inputs=inputs,
+        stage_of=partition.stage_of,
+        num_stages=parts.mesh.pp,
+        private_state=lambda: parts.private_state(glue),
+    ).turn_rule()
+    rules = collectives.gather_objects(rule, "how far microbatches may take turns", parts.mesh.replica_group)
+    found = [each for each in rules if each is not None]
+    if not found:
+        return
+    # Stages under different rules would deadlock. Without a gate, microbatches run one after the other.
+    rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
+    parts.layout.plans.turn_rules[kind] = rule
+    if rule.gate is None:
+        parts.report(render_order(kind, rule.names))
