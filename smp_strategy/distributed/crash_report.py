@@ -72,7 +72,7 @@ def keep_short() -> None:
         return
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_first = publish_own(error)
+        is_first = publish_own(error, is_fatal=True)
         shorten(error)
         if is_first or _shows_everything():
             before(kind, error, error.__traceback__)

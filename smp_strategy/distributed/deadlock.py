@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from smp_strategy.distributed.failure import StoreCall, first_failure, publish, raise_lost
+from smp_strategy.distributed.failure import StoreCall, current_run, first_failure, publish, raise_lost
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.shutdown import call_at_exit
@@ -322,7 +322,8 @@ class Watch:
         wait.verdict = verdict
         if not isinstance(verdict, PeerFailedError):
             store, rank = dist.distributed_c10d._get_default_store(), self.rank
-            StoreCall(lambda: publish(store, rank, f"{type(verdict).__name__}: {verdict}")).within(PAUSE_SECONDS)
+            text, run = f"{type(verdict).__name__}: {verdict}", current_run()
+            StoreCall(lambda: publish(store, rank, text, run)).within(PAUSE_SECONDS)
         peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]
         with suppress(RuntimeError):  # the timeout that breaks the connections
             wait.group.recv([torch.empty(1, device="cpu")], peers[0], NEVER_SENT).wait(timedelta(milliseconds=1))
@@ -369,7 +370,7 @@ def _look_on(watch: "ref[Watch]", stop: threading.Event) -> None:
 def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[int, Position] | SMPError:
     """Publish this rank's position, and read those of ``size`` ranks."""
     store.set(f"{_KEY}/{rank}", mine.encode())
-    if size and (culprit := first_failure(store)):
+    if size and (culprit := first_failure(store, current_run())):
         return PeerFailedError(f"{culprit}\nrank {rank} waited for {mine.doing}.")
     keys = {other: f"{_KEY}/{other}" for other in range(size)}
     return {other: Position.decode(store.get(key).decode()) for other, key in keys.items() if store.check([key])}

@@ -10,6 +10,10 @@ our own, which prints nothing, checks first whether it is there. The store may a
 a call of it would never return. So it is called by a thread, which is given up after some seconds (:class:`StoreCall`).
 
 Functions with an argument ``store`` only access it; :func:`blame` decides which rank is to blame for an exception.
+
+[Note: failures of a run] A script may catch an error and train again, and its ranks begin the next run at different
+times. So a failure has the number of its run (:func:`begin_run`), and says nothing to a rank that is in a later one. A
+failure that ends a process has the number 0 and is always read.
 """
 
 import os
@@ -20,12 +24,27 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Generic, NoReturn, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["StoreCall", "blame", "first_failure", "forget", "is_library", "publish", "publish_own", "raise_lost"]
+__all__ = [
+    "FATAL",
+    "StoreCall",
+    "begin_run",
+    "blame",
+    "current_run",
+    "first_failure",
+    "is_library",
+    "publish",
+    "publish_own",
+    "raise_lost",
+]
+
+FATAL: Final = 0
+"""Number of the run for a failure that ends the process."""
 
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the delay between the two.
@@ -42,6 +61,8 @@ _LIBRARIES: Final = frozenset(
     ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
 ) | {"contextlib", "runpy", "threading", "concurrent"}
 
+# Number of the present run of each default process group.
+_RUNS: "Final[WeakKeyDictionary[dist.ProcessGroup, int]]" = WeakKeyDictionary()
 
 T = TypeVar("T")
 
@@ -84,21 +105,47 @@ class StoreCall(Generic[T]):
             self._error = error
 
 
-def publish(store: dist.Store, rank: int, text: str) -> bool:
+def begin_run() -> None:
+    """Begin a run, on all ranks equally often; failures of earlier runs are over. See [Note: failures of a run]."""
+    world = dist.group.WORLD
+    assert world is not None
+    _RUNS[world] = current_run() + 1
+
+
+def current_run() -> int:
+    """Number of the present run, from 1 on."""
+    world = dist.group.WORLD
+    return 1 if world is None else _RUNS.get(world, 1)
+
+
+def publish(store: dist.Store, rank: int, text: str, run: int = FATAL) -> bool:
     """Publish ``text``, the error of ``rank``, for the other ranks, unless a rank has failed before.
+
+    Args:
+        store: Store of the process group.
+        rank: Rank that has failed.
+        text: Its error.
+        run: Run in which it has failed; :data:`FATAL`: its process has ended, or is about to.
 
     Returns:
         Whether no other rank has failed before, as far as can be known.
     """
     # The store may live in a process that has ended already; then nobody is left to read it.
     with suppress(Exception):
-        first = store.compare_set(_FIRST, "", f"rank {rank} failed first: {text}")
-        return first.decode().startswith(f"rank {rank} ")
+        first = first_failure(store, current_run())
+        if first is None or run == FATAL:  # a later run must know of an end that is only a consequence in this one
+            set_first = store.compare_set(_key(run), "", f"rank {rank} failed first: {text}").decode()
+            first = first or set_first
+        return first.startswith(f"rank {rank} ")
     return True
 
 
-def publish_own(error: BaseException) -> bool:
-    """Publish ``error``, with which this rank has failed.
+def publish_own(error: BaseException, *, is_fatal: bool = False) -> bool:
+    """Publish ``error``, with which this rank has failed in the present run.
+
+    Args:
+        error: Error of this rank.
+        is_fatal: Whether it ends the process.
 
     Returns:
         Whether it is the first failure: no other rank has failed before, and it is not about another rank.
@@ -108,23 +155,23 @@ def publish_own(error: BaseException) -> bool:
     store = _store_in_reach()
     if store is None:
         return True
-    call = StoreCall(lambda: publish(store, dist.get_rank(), _summary(error)))
+    run = FATAL if is_fatal else current_run()
+    call = StoreCall(lambda: publish(store, dist.get_rank(), _summary(error), run))
     return not call.within(_ANSWER_SECONDS) or call.get()
 
 
-def first_failure(store: dist.Store) -> str | None:
-    """Error that the rank that failed first has published, or ``None``. Does not wait."""
+def first_failure(store: dist.Store, run: int) -> str | None:
+    """Error that the rank that failed first in ``run`` has published, or ``None``. Does not wait."""
     with suppress(Exception):
-        if store.check([_FIRST]):
-            return store.get(_FIRST).decode()
+        # Another rank may be in the next run already, where it cannot meet this one.
+        for each in (run, FATAL, run + 1):
+            if store.check([_key(each)]):
+                return store.get(_key(each)).decode()
     return None
 
 
-def forget() -> None:
-    """Remove the published failure; call it on a single rank while all ranks continue together."""
-    store = _store_in_reach()
-    if store is not None:
-        StoreCall(lambda: store.delete_key(_FIRST)).within(_ANSWER_SECONDS)
+def _key(run: int) -> str:
+    return f"{_FIRST}/{run}"
 
 
 def blame(error: Exception) -> Exception:
@@ -147,7 +194,7 @@ def _search() -> PeerFailedError | None:
     """Wait a moment for the first failure, which may be about to be published."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (store := _store_in_reach()) is not None:
-        if (culprit := first_failure(store)) is not None:
+        if (culprit := first_failure(store, current_run())) is not None:
             return PeerFailedError(culprit)
         if time.monotonic() > deadline:
             return None

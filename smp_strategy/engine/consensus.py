@@ -5,12 +5,10 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import forget
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.planning.partition.partition import Partition
 
@@ -33,10 +31,6 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
-    # All ranks are in here and wait for rank 0 below, so it can clear the note of a failure that the user has caught,
-    # which would abort later waits.
-    if dist.get_rank() == 0:
-        forget()
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
     collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()

@@ -9,13 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
-from smp_strategy.distributed.failure import publish, publish_own
-from smp_strategy.engine.consensus import start_alike
+from smp_strategy.distributed.failure import begin_run, publish, publish_own
 from smp_strategy.errors import ApartError, PeerFailedError
 from smp_strategy.testing import run_ranks
 
@@ -205,7 +203,7 @@ def fail_and_start_again():
     rank, total, first = dist.get_rank(), torch.ones(1), OSError("the disk is full")
     if rank == 1:
         assert publish_own(first)
-    start_alike(nn.Linear(2, 2))
+    begin_run()
     hurry()
     if rank == 1:
         time.sleep(1.5)
@@ -222,6 +220,23 @@ def fail_and_start_again():
 
 def test_a_failure_from_before_the_start_ends_no_wait_and_the_next_one_does():
     assert "rank 0 failed first: ValueError: a mistake" in run_ranks(fail_and_start_again, 2)[1]
+
+
+def fail_in_the_next_run():
+    hurry()
+    if dist.get_rank() == 1:
+        begin_run()
+        assert publish_own(OSError("the disk is full"))
+        time.sleep(2)
+        return ""
+    try:
+        reduced(None, "a sum")
+    except PeerFailedError as error:
+        return str(error)
+
+
+def test_a_rank_that_fails_in_the_next_run_already_is_named():
+    assert run_ranks(fail_in_the_next_run, 2)[0].startswith("rank 1 failed first: OSError: the disk is full")
 
 
 def exchanges():

@@ -14,11 +14,20 @@ from smp_strategy.testing import run_ranks
 
 def test_the_first_failure_stays():
     store = dist.HashStore()
-    assert first_failure(store) is None
+    assert first_failure(store, 1) is None
     assert publish(store, 1, "the cause")
     assert not publish(store, 0, "a consequence")
     assert publish(store, 1, "the cause once more")
-    assert first_failure(store) == "rank 1 failed first: the cause"
+    assert first_failure(store, 1) == "rank 1 failed first: the cause"
+
+
+def test_a_failure_is_that_of_its_run_unless_it_is_fatal():
+    store = dist.HashStore()
+    publish(store, 1, "a mistake", run=1)
+    assert first_failure(store, 1) == "rank 1 failed first: a mistake"
+    assert first_failure(store, 2) is None
+    publish(store, 0, "killed")
+    assert first_failure(store, 2) == "rank 0 failed first: killed"
 
 
 def test_who_fails_after_the_store_is_gone_is_the_first_as_far_as_it_knows():
@@ -27,7 +36,7 @@ def test_who_fails_after_the_store_is_gone_is_the_first_as_far_as_it_knows():
             raise dist.DistNetworkError("Broken pipe")
 
     assert publish(Gone(), 1, "the cause")
-    assert first_failure(Gone()) is None
+    assert first_failure(Gone(), 1) is None
 
 
 def blame_after_rank_one_failed():
@@ -98,7 +107,7 @@ def without_rank_zero():
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    before = publish_own(PeerFailedError("no")), first_failure(store)
+    before = publish_own(PeerFailedError("no")), first_failure(store, 1)
     dist.barrier()
     if rank == 0:
         os._exit(0)
