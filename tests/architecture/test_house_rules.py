@@ -117,6 +117,14 @@ COLLECTIVES = {
 }
 
 
+def test_the_core_of_the_pipeline_can_be_read_in_one_sitting():
+    pages = (PACKAGE / "pipeline" / "__init__.py").read_text().split("==\n")
+    core = re.findall(r"^(\w+) ", pages[1], re.MULTILINE)
+    lines = [len((PACKAGE / "pipeline" / f"{name}.py").read_text().splitlines()) for name in core]
+    assert len(core) <= 13
+    assert sum(lines) <= 2500
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_ranks_wait_for_each_other_in_the_way_that_is_watched(path):
     # In a step, what users call becomes an operation of the step.
