@@ -4,7 +4,8 @@ Lightning reads no entry point for strategies before the first Trainer resolves 
 all. But their processes import torch, which calls the entry points of the group ``torch.backends`` at the end of its
 import. :func:`autoload` is such an entry point. It installs an import hook that registers "smp" when Lightning's
 strategy registry is imported, and that passes modules of Accelerate to
-:mod:`smp_strategy.integrations.accelerate.launch` when they are imported. ``import smp_strategy`` calls it, too, for
+:mod:`smp_strategy.integrations.accelerate.launch`, and those that load pretrained models to
+:mod:`smp_strategy.integrations.pretrained`, when they are imported. ``import smp_strategy`` calls it, too, for
 processes in which torch's mechanism is off.
 
 Three rules, each learned from a failure:
@@ -42,6 +43,8 @@ ACCELERATE: Final = {
     "accelerate.utils.launch": "accelerate.utils.launch",
     "accelerate.commands.config.config_args": "accelerate.commands.config.config_args",
 }
+# Modules that load pretrained models and make their adapters.
+PRETRAINED: Final = ("transformers.modeling_utils", "peft.tuners.tuners_utils", "peft.peft_model")
 
 
 def autoload() -> None:
@@ -52,7 +55,7 @@ def autoload() -> None:
     with suppress(Exception):
         if not any(isinstance(finder, RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, RegistryFinder())
-        for name in (*TREES, *ACCELERATE):
+        for name in (*TREES, *ACCELERATE, *PRETRAINED):
             module = sys.modules.get(name)
             if module is not None and not getattr(module.__spec__, "_initializing", False):
                 _meet(module)
@@ -71,6 +74,11 @@ def register(module: ModuleType) -> None:
     """Register with ``module``, one of the modules above, which has just been imported."""
     if module.__name__ in TREES:
         register_strategy(module)
+        return
+    if module.__name__ in PRETRAINED:
+        from smp_strategy.integrations import pretrained
+
+        pretrained.patch(module)
         return
     from smp_strategy.integrations.accelerate.launch import patch
 
@@ -102,7 +110,7 @@ class RegistryFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find one of the modules above with the other finders; ``None`` for any other module."""
-        if name not in (*TREES, *ACCELERATE) or name in self._searching:
+        if name not in (*TREES, *ACCELERATE, *PRETRAINED) or name in self._searching:
             return None
         self._searching.add(name)  # find_spec() below asks this finder again
         try:

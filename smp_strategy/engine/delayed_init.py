@@ -4,8 +4,9 @@ Before the first step every rank has the full module, but shapes only. After the
 memory and values, piece by piece if the caller wishes, so that a rank never needs more than its share and one piece.
 The rest stays without values. Parameters keep their identity, so optimizers built earlier stay valid.
 
-Values come from the modules' own initialisers (:mod:`smp_strategy.model.initial_values`), or from a state dict that was
-loaded meanwhile: it is referenced, not copied. Or the caller fills them in from files, once there is memory.
+Values come from the modules' own initialisers (:mod:`smp_strategy.model.initial_values`), from files of a pretrained
+model that were not read yet (:mod:`smp_strategy.model.deferred_tensor`), or from a state dict that was loaded
+meanwhile: it is referenced, not copied. Or the caller fills them in from files, once there is memory.
 
 Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the full layers'
 values, which are made, or looked up in the state dict, one module at a time.
@@ -18,6 +19,7 @@ initialisers on the meta device.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -25,12 +27,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_tensor import DeferredTensor, own_values, undefer
 from smp_strategy.model.initial_values import Initialisers, places_of
 from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
 from smp_strategy.model.units import Unit
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["DelayedModule"]
+__all__ = ["DelayedModule", "take_deferred"]
 
 # Maximum number of names in an error.
 MOST_NAMES = 5
@@ -44,18 +47,21 @@ class DelayedModule:
         root: Full module.
         seed: Seed of the values, the same on all ranks.
         device: Device where they are made.
+        deferred: Sources of tensors whose values are in files, by :func:`take_deferred`.
 
     Attributes:
         device: As given.
     """
 
-    def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, root: nn.Module, seed: int, device: torch.device, deferred: Mapping[Tensor, Tensor] = MappingProxyType({})
+    ) -> None:
         self._root = root
         self._seed = seed
         self.device = device
         self._names = _on_meta(root)
         self._pending = dict(self._names)
-        self._loaded: dict[Tensor, Tensor] = {}
+        self._loaded: dict[Tensor, Tensor] = dict(deferred)
         self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
         self._split: SplitLayerSet | None = None
@@ -107,13 +113,16 @@ class DelayedModule:
             return
         assert self._initialisers is not None, "prepare comes first"
         with ordinary():
+            self._read(wanted)
             for tensor in wanted:
-                leave_meta(tensor, unset(tensor, self.device))
+                if tensor.is_meta:
+                    leave_meta(tensor, unset(tensor, self.device))
             fresh = self._fresh(wanted)
             with nullcontext() if self._split is None else self._split.looking_dense():
                 partial = self._initialisers.run(fresh, self._take)
-            for tensor in set(wanted).intersection(self._loaded):
-                self._take(tensor, self._loaded.pop(tensor))
+            for tensor in wanted:
+                if (whole := self._loaded.pop(tensor, tensor)) is not tensor:
+                    self._take(tensor, whole)
         if partial:
             names = [self._names[tensor] for tensor in partial]
             raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
@@ -186,6 +195,14 @@ class DelayedModule:
                 "is on the meta device and gets its values in the first step. Save it later."
             )
 
+    def _read(self, tensors: Iterable[Tensor]) -> None:
+        """Give those of ``tensors`` that are deferred, and not split, the memory that their values are read into."""
+        for tensor in tensors:
+            source = self._loaded.get(tensor)
+            if isinstance(source, DeferredTensor) and (source.shape, source.dtype) == (tensor.shape, tensor.dtype):
+                leave_meta(tensor, own_values(source).to(self.device))
+                self._loaded[tensor] = tensor
+
     def _rehearse(self) -> list[str]:
         """Run all initialisers on the meta device; returns their problems as text."""
         assert self._initialisers is not None
@@ -247,6 +264,15 @@ _REMEDY = (
     "Define `reset_parameters()` in the class of the module that has it, so that it fills all of them in place, or "
     'build that part on a real device: `with torch.device("cpu"): ...`.'
 )
+
+
+def take_deferred(root: nn.Module) -> dict[Tensor, Tensor]:
+    """Put the deferred tensors of ``root`` on the meta device, in place; returns the sources of their values."""
+    sources: dict[Tensor, Tensor] = {}
+    for tensor in (*root.parameters(), *root.buffers()):
+        if isinstance(tensor, DeferredTensor) and (source := undefer(tensor)) is not tensor:
+            sources[tensor] = source
+    return sources
 
 
 def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Tensor, Tensor]) -> list[Any]:

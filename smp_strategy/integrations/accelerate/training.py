@@ -32,6 +32,7 @@ from smp_strategy.integrations.accelerate.validation import (
     refuse_foreign,
     second_model,
 )
+from smp_strategy.model.deferred_tensor import read_now
 from smp_strategy.precision.grad_scaler import GradScaler
 from smp_strategy.precision.loss_scale import ScalingRules
 
@@ -156,6 +157,7 @@ class TrainingHooks(HookBase):
             # Meta tensors get their values later, on their own stage.
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         if is_other:
+            read_now(model)
             self._smp_models.others.append(model)
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`

@@ -21,7 +21,7 @@ step partitions the model, on real shapes; until then every rank has the whole m
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +60,7 @@ from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopp
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
+from smp_strategy.integrations.pretrained import deferring
 from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["StrategyHooks"]
@@ -273,9 +274,16 @@ class StrategyHooks(DelegatingStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Enter the meta device around `configure_model` if `delayed_parameter_initialization` is set."""
+        """Enter the meta device around `configure_model` if `delayed_parameter_initialization` is set.
+
+        Pretrained values are read later.
+        """
         delayed = self.config.delayed_parameter_initialization
-        with super().tensor_init_context(empty_init), torch.device("meta") if delayed else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init))
+            if delayed:
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(deferring())
             yield
 
     def model_to_device(self) -> None:

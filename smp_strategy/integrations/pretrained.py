@@ -1,0 +1,175 @@
+"""Pretrained models of Hugging Face under ``delayed_parameter_initialization``: values are read after the partition.
+
+``from_pretrained`` of transformers builds a model on the meta device, then renames, merges, casts and ties the tensors
+of the files. Under the option these tensors are deferred (:mod:`smp_strategy.model.deferred_tensor`), so transformers'
+own code does all of this without values, and each rank reads what it holds after the partition. What is missing in the
+files transformers initialises as ever. Adapters of PEFT are small: they are made with values, on the CPU.
+
+:mod:`smp_strategy._autoload` passes modules of both libraries to :func:`patch` when they have been imported.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Final, final
+from unittest.mock import patch as replaced
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.launch_options import is_selected
+from smp_strategy.model.deferred_tensor import defer
+
+__all__ = ["deferring", "patch", "set_deferring"]
+
+TRANSFORMERS: Final = "transformers.modeling_utils"
+PEFT: Final = "peft.tuners.tuners_utils"
+PEFT_MODEL: Final = "peft.peft_model"
+_CPU: Final = torch.device("cpu")
+# `None` before there is an Accelerator, whose options may be in the environment.
+_IS_DEFERRING: "Final[ContextVar[bool | None]]" = ContextVar("smp_deferring", default=None)
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Context in which ``from_pretrained`` defers values."""
+    for name in (TRANSFORMERS, PEFT, PEFT_MODEL):
+        if name in sys.modules:
+            patch(sys.modules[name])
+    token = _IS_DEFERRING.set(True)
+    try:
+        yield
+    finally:
+        _IS_DEFERRING.reset(token)
+
+
+def set_deferring(value: bool) -> None:
+    """Let ``from_pretrained`` defer values, or not, from now on."""
+    _IS_DEFERRING.set(value)
+
+
+def _is_deferring() -> bool:
+    """Whether values are deferred: by a context, by an Accelerator, or by the options of ``accelerate launch``."""
+    said = _IS_DEFERRING.get()
+    if said is not None or not is_selected(os.environ):
+        return bool(said)
+    return SMPConfig.from_variables(os.environ).delayed_parameter_initialization
+
+
+def patch(module: ModuleType) -> None:
+    """Patch ``module``, one of those above, so that it obeys :func:`deferring`; a second call does nothing."""
+    changes: dict[str, Callable[[Any], None]] = {
+        TRANSFORMERS: _patch_transformers,
+        PEFT: lambda module: _on_the_cpu(module.BaseTuner, "inject_adapter"),
+        PEFT_MODEL: lambda module: _on_the_cpu(module.PeftModel, "__init__", "add_adapter", "load_adapter"),
+    }
+    if not hasattr(module, "_smp_defers"):
+        module._smp_defers = True  # type: ignore[attr-defined]
+        changes[module.__name__](module)
+
+
+def _patch_transformers(module: Any) -> None:
+    original = vars(module.PreTrainedModel)["from_pretrained"].__func__
+    load_state_dict = module.load_state_dict
+
+    def load_deferred(file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        state = load_state_dict(file, map_location, *args, **kwargs)
+        return state if str(map_location) == "meta" else {name: _mapped(tensor) for name, tensor in state.items()}
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_deferring():
+            return original(cls, *args, **kwargs)
+        _refuse_placed(kwargs)
+        with (
+            _CPU,  # transformers refuses to load in the context of the meta device
+            replaced.object(module, "safe_open", _DeferredFile),
+            replaced.object(module, "load_state_dict", load_deferred),
+        ):
+            return original(cls, *args, **kwargs)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _on_the_cpu(kind: Any, *names: str) -> None:
+    """Let methods of ``kind`` make tensors on the CPU although the context of a deferred model is the meta device."""
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with _CPU if _is_deferring() else nullcontext():
+                return original(*args, **kwargs)
+
+        return method
+
+    for name in names:
+        setattr(kind, name, wrapped(getattr(kind, name)))
+
+
+def _refuse_placed(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name in ("device_map", "quantization_config", "gguf_file", "tp_plan", "distributed_config") and value:
+            raise UnsupportedError(
+                f"`from_pretrained({name}={value!r})` under `delayed_parameter_initialization`: the layout decides "
+                f"which rank reads which weight, in the dtype of the argument `dtype`. Leave `{name}` out, or set "
+                "`delayed_parameter_initialization=False`, with which every rank loads the whole model."
+            )
+
+
+@final
+class _DeferredFile:
+    """A safetensors file whose tensors are deferred; with the methods of ``safe_open`` that transformers calls."""
+
+    def __init__(self, filename: Any, framework: str, device: Any = "cpu", backend: str = "pread") -> None:
+        # Not mapped: pages that have been read would stay in the resident set beside the tensors.
+        self._file: Any = safe_open(filename, framework=framework, device="cpu", backend="pread")
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        names: list[str] = self._file.keys()
+        return names
+
+    def metadata(self) -> Any:
+        """Metadata of the file."""
+        return self._file.metadata()
+
+    def get_slice(self, name: str) -> "_DeferredSlice":
+        """The tensor ``name``, not read."""
+        return _DeferredSlice(self._file, name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """The tensor ``name``, not read."""
+        return self.get_slice(name)[...]
+
+    def __enter__(self) -> "_DeferredFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: the file is closed with the last of its tensors."""
+
+
+@final
+class _DeferredSlice:
+    """Tensor of a file, as ``get_slice`` gives it."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._read = functools.partial(file.get_tensor, name)
+        self._slice = file.get_slice(name)
+        self.get_shape, self.get_dtype = self._slice.get_shape, self._slice.get_dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        dtype = sys.modules[TRANSFORMERS].str_to_torch_dtype[self.get_dtype()]
+        like = torch.empty(self.get_shape(), dtype=dtype, device="meta")
+        return defer(like, _CPU, self._read)[index]
+
+
+def _mapped(tensor: Tensor) -> Tensor:
+    """Deferred copy of ``tensor``, which is mapped from a file."""
+    return defer(torch.empty_like(tensor, device="meta"), _CPU, tensor.clone)

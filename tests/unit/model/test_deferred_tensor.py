@@ -1,0 +1,168 @@
+"""Deferred tensors compute what ordinary tensors do, and read their values only when these are needed."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, undefer
+
+CPU = torch.device("cpu")
+VALUES = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+
+
+class File:
+    """File with one tensor, which counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def tensor(self) -> DeferredTensor:
+        return defer(VALUES.to("meta"), CPU, self._read)
+
+    def _read(self) -> Tensor:
+        self.reads += 1
+        return VALUES.clone()
+
+
+MAKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda x: x.t(),
+    "narrow": lambda x: x[x.shape[0] // 2 :],
+    "chunk": lambda x: x.chunk(2, dim=1)[-1],
+    "view": lambda x: x.reshape(-1, 2, x.shape[-1] // 2).transpose(1, 2).reshape(x.shape[0], -1),
+    "cat": lambda x: torch.cat([x, x * 2]),
+    "stack": lambda x: torch.stack([x, x.clone()]).flatten(0, 1),
+    "half": lambda x: x.to(torch.bfloat16).float(),
+    "contiguous": lambda x: x.contiguous(),
+    "unbind": lambda x: torch.stack(x.unbind(0)),
+}
+CHANGE: dict[str, Callable[[Tensor], object]] = {
+    "mul_": lambda x: x.mul_(0.5),
+    "row": lambda x: x[0].fill_(3),
+    "data": lambda x: x.data.add_(1),
+    "copy_": lambda x: x[: len(x) // 2].copy_(x[len(x) - len(x) // 2 :].clone()),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from([*MAKE, *CHANGE]), max_size=8))
+def test_any_operations_give_what_ordinary_tensors_give(names):
+    deferred, ordinary = [File().tensor()], [VALUES.clone()]
+    for name in names:
+        for made in (deferred, ordinary):
+            if name in MAKE and made[-1].numel() < 20_000 and len(made[-1]) > 1 and made[-1].shape[-1] % 2 == 0:
+                made.append(MAKE[name](made[-1]))
+            elif name in CHANGE and made[-1].numel():
+                CHANGE[name](made[-1])
+    assert len(deferred) == len(ordinary)
+    for found, expected in zip(deferred, ordinary, strict=True):
+        values = own_values(found) if isinstance(found, DeferredTensor) else found
+        assert found.shape == expected.shape
+        assert found.stride() == expected.stride()
+        assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_what_is_made_of_deferred_tensors_alone_reads_nothing(name):
+    file = File()
+    made = MAKE[name](file.tensor())
+    assert isinstance(made, DeferredTensor)
+    assert file.reads == 0
+
+
+def test_parameters_keep_their_identity_through_casts_and_ties():
+    file, layer, head = File(), nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False)
+    layer.weight = head.weight = weight = nn.Parameter(file.tensor())
+    nn.Sequential(layer, head).to(torch.bfloat16)
+    assert layer.weight is head.weight is weight
+    assert (weight.dtype, weight.device, weight.is_leaf) == (torch.bfloat16, CPU, True)
+    assert file.reads == 0
+    assert torch.equal(own_values(weight), VALUES.bfloat16())
+
+
+def test_reads_are_forgotten_and_changes_stay():
+    file = File()
+    weight = nn.Parameter(file.tensor())
+    assert weight.norm().item() == VALUES.norm().item()
+    assert not weight.is_kept
+    with torch.no_grad():
+        weight[0] = 7
+    assert weight.is_kept
+    assert torch.equal(own_values(weight)[1:], VALUES[1:])
+    assert own_values(weight)[0].eq(7).all()
+
+
+def test_layers_compute_with_deferred_weights():
+    inputs, weight = torch.randn(3, 64), nn.Parameter(File().tensor())
+    result = nn.functional.linear(inputs, weight)
+    assert torch.equal(result, nn.functional.linear(inputs, VALUES))
+    result.sum().backward()
+    assert torch.allclose(weight.grad, inputs.sum(0).expand(48, 64))
+
+
+def test_new_tensors_like_a_deferred_one_are_ordinary():
+    file = File()
+    weight = file.tensor()
+    for made in (torch.zeros_like(weight), weight.new_empty(3), torch.randn_like(weight), weight.new_tensor([1.0])):
+        assert type(made) is Tensor
+        assert made.device == CPU
+    assert file.reads == 0
+
+
+def test_embeddings_are_enlarged_as_in_transformers():
+    weight, larger = nn.Parameter(File().tensor()), nn.Embedding(50, 64)
+    larger.weight.data[:48, :] = weight.data[:48, :]
+    larger.weight.data[48:, :] = weight.data.mean(0)
+    weight.data = larger.weight.data
+    assert weight.shape == (50, 64)
+    assert torch.equal(own_values(weight)[:48], VALUES)
+    assert torch.equal(own_values(weight)[49], VALUES.mean(0))
+
+
+def test_copies_are_deferred_and_apart():
+    weight = nn.Parameter(File().tensor(), requires_grad=False)
+    copied = copy.deepcopy(weight)
+    assert isinstance(copied, nn.Parameter)
+    assert not copied.requires_grad
+    with torch.no_grad():
+        weight.zero_()
+    assert torch.equal(own_values(copied), VALUES)
+
+
+def test_pickles_have_the_values():
+    found = pickle.loads(pickle.dumps(nn.Parameter(File().tensor())))
+    assert type(found) is nn.Parameter
+    assert torch.equal(found, VALUES)
+
+
+def test_memory_of_numpy_and_lists():
+    weight = File().tensor()
+    assert weight.tolist() == VALUES.tolist()
+    assert (weight.numpy() == VALUES.numpy()).all()
+
+
+def test_on_the_meta_device_again_in_place():
+    weight = nn.Parameter(File().tensor())
+    weight.register_hook(lambda gradient: gradient)
+    source = undefer(weight)
+    assert (type(weight), weight.is_meta) == (nn.Parameter, True)
+    assert isinstance(source, DeferredTensor)
+    assert torch.equal(own_values(source), VALUES)
+
+
+def test_changed_tensors_become_ordinary_ones():
+    layer = nn.Linear(64, 48, bias=False)
+    layer.weight = weight = nn.Parameter(File().tensor())
+    with torch.no_grad():
+        weight.mul_(2)
+    assert undefer(weight) is weight
+    assert torch.equal(weight, VALUES * 2)
+    layer.weight = other = nn.Parameter(File().tensor())
+    read_now(layer)
+    assert type(other) is nn.Parameter
+    assert torch.equal(other, VALUES)
