@@ -1,0 +1,185 @@
+"""`from_pretrained` in `configure_model` under delayed initialisation: the values of plain loading, in any layout."""
+
+import copy
+
+import pytest
+import torch
+from lightning_toy import NEWER, on_ranks, toy_module, toy_trainer
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+VOCABULARY = 64
+PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
+SDP2 = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+TP2 = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
+LAYOUTS = {
+    "pp2": (2, PP2),
+    "sdp2": (2, SDP2),
+    "tp2": (2, TP2),
+    "pp2_sdp2": (4, {**SDP2, **PP2}),
+    "pp2_tp2": (4, {**TP2, **PP2}),
+    "bf16": (2, {**PP2, "bf16": True}),
+}
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=32))
+
+
+def mixtral():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, **sizes))
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
+
+
+def saved(folder, model, **options):
+    """Folder with the pretrained weights of ``model``, in several files."""
+    torch.manual_seed(3)
+    MODELS[model]().save_pretrained(folder, max_shard_size="30KB", **options)
+    return folder
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(torch.randint(0, VOCABULARY, (16, 12), generator=generator), batch_size=4)
+
+
+def tuned(folder, load, *, adapted=lambda net: net):
+    """A module as users write it: it loads pretrained weights in ``configure_model``."""
+
+    def configure_model(self):
+        if not hasattr(self, "model"):
+            torch.manual_seed(5)
+            self.model = adapted(load(folder))
+
+    def loss(self, batch):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), batch_size=len(batch))
+
+    module = toy_module(
+        NEWER,
+        configure_model=configure_model,
+        loss=loss,
+        training_step=training_step,
+        configure_optimizers=configure_optimizers,
+        validation_step=validation_step,
+        on_train_batch_start=lambda self, batch, batch_idx: None,
+    )
+    del module.net
+    return module
+
+
+def values_of(module):
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def validate_and_fit(folder, weights, load, options, adapted=lambda net: net):
+    """Weights after a run without a change, and weights and losses after training."""
+    module = tuned(weights, load, adapted=adapted)
+    smp = None if options is None else {**options, "delayed_parameter_initialization": True, "restore_module": "all"}
+    toy_trainer(folder, smp=smp).validate(module, tokens(), verbose=False)
+    begun = values_of(module)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1)
+    trainer.fit(module, tokens())
+    return begun, values_of(module), float(trainer.callback_metrics["train_loss"])
+
+
+def plain_load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_hold_what_plain_loading_gives(model, layout, tmp_path):
+    if model == "mixtral" and layout not in ("pp2", "sdp2"):
+        pytest.skip("its experts are one tensor; the two ways to divide that suffice")
+    weights = saved(tmp_path / "pretrained", model)
+    [(begun, ended, loss)] = on_ranks(validate_and_fit, 1, tmp_path / "plain", weights, plain_load, None)
+    size, options = LAYOUTS[layout]
+    for found_begun, found_ended, found_loss in on_ranks(
+        validate_and_fit, size, tmp_path / "smp", weights, plain_load, options
+    ):
+        assert found_begun.keys() == begun.keys()
+        for name, expected in begun.items():
+            assert torch.equal(found_begun[name], expected), name
+        if layout != "bf16":
+            replicas = size // options["pipeline_parallel_degree"] // options.get("tensor_parallel_degree", 1)
+            if replicas == 1:
+                assert found_loss == pytest.approx(loss, rel=1e-4)
+                for name, expected in ended.items():
+                    torch.testing.assert_close(found_ended[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def with_new_head(folder):
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+
+
+def in_bfloat16(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def with_more_tokens(folder):
+    net = AutoModelForCausalLM.from_pretrained(folder)
+    net.resize_token_embeddings(VOCABULARY + 6)
+    with torch.no_grad():
+        net.get_input_embeddings().weight[-1] = net.get_input_embeddings().weight[:VOCABULARY].mean(0)
+    return net
+
+
+def begin(folder, weights, load, options):
+    module = tuned(weights, load)
+    module.loss = lambda batch: module.model(input_ids=batch)[0].float().square().mean()
+    smp = None if options is None else {**options, "delayed_parameter_initialization": True, "restore_module": "all"}
+    toy_trainer(folder, smp=smp).validate(module, tokens(), verbose=False)
+    return values_of(module)
+
+
+@pytest.mark.parametrize("load", [with_new_head, in_bfloat16, with_more_tokens])
+@pytest.mark.parametrize("form", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("layout", ["pp2", "sdp2"])
+def test_heads_dtypes_and_new_tokens_are_those_of_plain_loading(load, form, layout, tmp_path):
+    weights = tmp_path / "pretrained"
+    saved(weights, "llama")
+    if form:
+        to_bin(weights)
+    [expected] = on_ranks(begin, 1, tmp_path / "plain", weights, load, None)
+    size, options = LAYOUTS[layout]
+    for found in on_ranks(begin, size, tmp_path / "smp", weights, load, options):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), name
+
+
+def to_bin(folder):
+    """Replace the safetensors files of ``folder`` by one that ``torch.save`` has written."""
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(copy.deepcopy(state), folder / "pytorch_model.bin")
