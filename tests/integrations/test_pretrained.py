@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from lightning_toy import NEWER, on_ranks, toy_module, toy_trainer
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -125,9 +126,7 @@ def test_ranks_hold_what_plain_loading_gives(model, layout, tmp_path):
     for found_begun, found_ended, found_loss in on_ranks(
         validate_and_fit, size, tmp_path / "smp", weights, plain_load, options
     ):
-        assert found_begun.keys() == begun.keys()
-        for name, expected in begun.items():
-            assert torch.equal(found_begun[name], expected), name
+        assert_equal(found_begun, begun)
         if layout != "bf16":
             replicas = size // options["pipeline_parallel_degree"] // options.get("tensor_parallel_degree", 1)
             if replicas == 1:
@@ -171,10 +170,7 @@ def test_heads_dtypes_and_new_tokens_are_those_of_plain_loading(load, form, layo
     [expected] = on_ranks(begin, 1, tmp_path / "plain", weights, load, None)
     size, options = LAYOUTS[layout]
     for found in on_ranks(begin, size, tmp_path / "smp", weights, load, options):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert found[name].dtype == value.dtype
-            assert torch.equal(found[name], value), name
+        assert_equal(found, expected)
 
 
 def to_bin(folder):
@@ -183,3 +179,42 @@ def to_bin(folder):
     for file in folder.glob("model*"):
         file.unlink()
     torch.save(copy.deepcopy(state), folder / "pytorch_model.bin")
+
+
+def with_lora(net, **options):
+    """Adapters on attention and a new copy of the head, as users write it."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian", **options)
+    return get_peft_model(net, config)
+
+
+def with_lora_and_head(net):
+    return with_lora(net, modules_to_save=["lm_head"])
+
+
+@pytest.mark.parametrize("adapted", [with_lora, with_lora_and_head])
+@pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2", "pp2_sdp2"])
+def test_adapters_are_made_and_trained_as_in_one_process(adapted, layout, tmp_path):
+    weights = saved(tmp_path / "pretrained", "llama")
+    [(begun, ended, loss)] = on_ranks(
+        validate_and_fit, 1, tmp_path / "plain", weights, plain_load, None, adapted=adapted
+    )
+    size, options = LAYOUTS[layout]
+    replicas = size // options["pipeline_parallel_degree"] // options.get("tensor_parallel_degree", 1)
+    for found_begun, found_ended, found_loss in on_ranks(
+        validate_and_fit, size, tmp_path / "smp", weights, plain_load, options, adapted=adapted
+    ):
+        assert_equal(found_begun, begun)
+        frozen = {name: value for name, value in begun.items() if "lora_" not in name and "modules_to_save" not in name}
+        assert_equal({name: found_ended[name] for name in frozen}, frozen)
+        assert any(not torch.equal(found_ended[name], begun[name]) for name in begun)
+        if replicas == 1:
+            assert found_loss == pytest.approx(loss, rel=1e-4)
+            for name, expected in ended.items():
+                torch.testing.assert_close(found_ended[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
