@@ -35,6 +35,8 @@ __all__ = ["DeferredTensor", "defer", "own_values", "read_now", "undefer"]
 
 # Results with at most this many elements are kept: Python reads them again and again.
 _MOST_KEPT = 1024
+# Values that are needed more often are kept as well: those of a model that computes and is never partitioned.
+_MOST_USES = 3
 _aten: Any = torch.ops.aten
 # Operations that take only metadata from their first argument.
 _LIKE = frozenset(
@@ -60,6 +62,7 @@ class _Base:
     def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
         self._compute = compute
         self.kept: Tensor | None = None
+        self._num_uses = 0
         # Noted operations that read these values.
         self._readers: list[weakref.ref[_Base]] = []
 
@@ -69,7 +72,8 @@ class _Base:
             return self.kept
         if self not in known:
             known[self] = self._compute(known)
-            if known[self].numel() <= _MOST_KEPT:
+            self._num_uses += 1
+            if self._num_uses > _MOST_USES or known[self].numel() <= _MOST_KEPT:
                 self.kept = known[self]
         return known[self]
 

@@ -35,6 +35,7 @@ from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
+from smp_strategy.integrations.pretrained import set_deferring
 
 __all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
 
@@ -165,6 +166,8 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             raise ConfigError(problems)
         for field in dataclasses.fields(self.config):
             setattr(self, field.name, getattr(self.config, field.name))
+        # Now, not with the Accelerator: scripts of `transformers.Trainer` load the model before there is one.
+        set_deferring(self.config.delayed_parameter_initialization)
         self.loss_in_model, self.loss_reduction, self.training_outputs = own
 
     def __repr__(self) -> str:

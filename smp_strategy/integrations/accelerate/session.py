@@ -29,7 +29,6 @@ from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
-from smp_strategy.integrations.pretrained import set_deferring
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]
@@ -77,7 +76,6 @@ class Session:
             placement=config.placement_strategy,
             node_size=find_node_size(dp_shard),
         )
-        set_deferring(self.config.delayed_parameter_initialization)
         self._timeout = timeout
         self.syncs_blocked = 0
         self.calls: ModelCalls | None = None
