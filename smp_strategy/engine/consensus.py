@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.model.deferred_tensor import lacks_values
 from smp_strategy.planning.partition.partition import Partition
 
 __all__ = ["agree_on", "start_alike"]
@@ -30,13 +31,13 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
         SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
+    _agree_on_meta([name for tensor, name in tensors.items() if lacks_values(tensor)], may_lack_values)
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
     collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()
     with torch.no_grad():
         for tensor in tensors:
-            if not tensor.is_meta:
+            if not lacks_values(tensor):
                 collectives.broadcast(tensor.detach(), 0, group=None, doing="the weights of rank 0").wait()
     return int(seed)
 

@@ -19,7 +19,6 @@ initialisers on the meta device.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -27,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.deferred_tensor import DeferredTensor, own_values, undefer
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values, own_values, undefer
 from smp_strategy.model.initial_values import Initialisers, places_of
 from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
 from smp_strategy.model.units import Unit
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["DelayedModule", "take_deferred"]
+__all__ = ["DelayedModule"]
 
 # Maximum number of names in an error.
 MOST_NAMES = 5
@@ -47,21 +46,18 @@ class DelayedModule:
         root: Full module.
         seed: Seed of the values, the same on all ranks.
         device: Device where they are made.
-        deferred: Sources of tensors whose values are in files, by :func:`take_deferred`.
 
     Attributes:
         device: As given.
     """
 
-    def __init__(
-        self, root: nn.Module, seed: int, device: torch.device, deferred: Mapping[Tensor, Tensor] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
         self._root = root
         self._seed = seed
         self.device = device
         self._names = _on_meta(root)
         self._pending = dict(self._names)
-        self._loaded: dict[Tensor, Tensor] = dict(deferred)
+        self._loaded: dict[Tensor, Tensor] = {}
         self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
         self._split: SplitLayerSet | None = None
@@ -84,6 +80,8 @@ class DelayedModule:
         Raises:
             UnsupportedError: some would get none, or not those that the constructor gave them.
         """
+        for tensor, source in _take_deferred(self._root).items():
+            self._loaded.setdefault(tensor, source)  # a state dict that was loaded since takes precedence
         # Hooks may have replaced tensors since construction.
         self._names = _on_meta(self._root)
         self._pending.clear()
@@ -166,6 +164,8 @@ class DelayedModule:
         """
         if not self._pending:
             return
+        copies = list(copies)
+        sources = {tensor: source for copy in copies for tensor, source in _take_deferred(copy).items()}
         delayed = [(name, each) for copy in copies for name, each in _named_tensors(copy).items() if each.is_meta]
         # Copies need full values at once, so materialising piece by piece would save no memory.
         later = () if delayed else later
@@ -173,7 +173,7 @@ class DelayedModule:
         self.materialise([tensor for tensor in self._pending if tensor not in later])
         named = _named_tensors(self._root)
         for name, tensor in delayed:
-            self._copy(named[name], tensor, is_here=is_held(named[name]))
+            self._copy(sources.get(tensor, named[name]), tensor, is_here=is_held(named[name]))
 
     def pass_over(self, tensors: Iterable[Tensor]) -> None:
         """Let ``tensors`` leave the meta device without memory: their values are on other ranks."""
@@ -245,6 +245,8 @@ class DelayedModule:
             leave_meta(tensor, values)
 
     def _whole(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DeferredTensor):
+            return own_values(tensor).to(self.device)
         if self._split is not None and self._split.parts.has(tensor):
             return self._split.parts.join(tensor, tensor)
         return tensor.detach().clone()
@@ -266,7 +268,7 @@ _REMEDY = (
 )
 
 
-def take_deferred(root: nn.Module) -> dict[Tensor, Tensor]:
+def _take_deferred(root: nn.Module) -> dict[Tensor, Tensor]:
     """Put the deferred tensors of ``root`` on the meta device, in place; returns the sources of their values."""
     sources: dict[Tensor, Tensor] = {}
     for tensor in (*root.parameters(), *root.buffers()):
@@ -292,7 +294,7 @@ def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Te
 
 
 def _on_meta(root: nn.Module) -> dict[Tensor, str]:
-    return {tensor: places[0].name for tensor, places in places_of(root).items() if tensor.is_meta}
+    return {tensor: places[0].name for tensor, places in places_of(root).items() if lacks_values(tensor)}
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

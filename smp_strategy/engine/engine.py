@@ -33,7 +33,7 @@ from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
-from smp_strategy.engine.delayed_init import DelayedModule, take_deferred
+from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
 from smp_strategy.engine.hooks.views import Views
@@ -176,7 +176,6 @@ class Engine:
         self.restore_everywhere()
         if self.config.fp16_params:
             halve(module, torch.float16)
-        deferred = take_deferred(module)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._parts.module is None:
             shape = choose_shape(self.config, module, self._parts.report)
@@ -188,7 +187,7 @@ class Engine:
             given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
             self._parts.seed = seed
-            self._parts.delayed = DelayedModule(module, seed, self.device, deferred)
+            self._parts.delayed = DelayedModule(module, seed, self.device)
             self._parts.known_layout = Layout.undecided(self.config, module, self._units, mesh, self.device, given)
         self._calls.intercept(self._units)
         attached.note(self)

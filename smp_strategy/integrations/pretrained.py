@@ -19,11 +19,11 @@ from typing import Any, Final, final
 from unittest.mock import patch as replaced
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.errors import DamagedError, UnsupportedError
 from smp_strategy.integrations.accelerate.launch_options import is_selected
 from smp_strategy.model.deferred_tensor import defer
 
@@ -128,8 +128,10 @@ class _DeferredFile:
     """A safetensors file whose tensors are deferred; with the methods of ``safe_open`` that transformers calls."""
 
     def __init__(self, filename: Any, framework: str, device: Any = "cpu", backend: str = "pread") -> None:
+        self._name = os.fspath(filename)
         # Not mapped: pages that have been read would stay in the resident set beside the tensors.
-        self._file: Any = safe_open(filename, framework=framework, device="cpu", backend="pread")
+        with self._named():
+            self._file: Any = safe_open(filename, framework=framework, device="cpu", backend="pread")
 
     def keys(self) -> list[str]:
         """Names of the tensors."""
@@ -142,11 +144,27 @@ class _DeferredFile:
 
     def get_slice(self, name: str) -> "_DeferredSlice":
         """The tensor ``name``, not read."""
-        return _DeferredSlice(self._file, name)
+        return _DeferredSlice(self._file.get_slice(name), functools.partial(self._read, name))
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor ``name``, not read."""
         return self.get_slice(name)[...]
+
+    def _read(self, name: str) -> Tensor:
+        with self._named(f" of `{name}`"):
+            values: Tensor = self._file.get_tensor(name)
+            return values
+
+    @contextmanager
+    def _named(self, what: str = "") -> Iterator[None]:
+        """Context that adds the name of the file to its errors."""
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise DamagedError(
+                f"{self._name}{what} cannot be read: {error}. The file is damaged, missing, or not written to its end. "
+                "Download or save it again."
+            ) from error
 
     def __enter__(self) -> "_DeferredFile":
         return self
@@ -159,10 +177,9 @@ class _DeferredFile:
 class _DeferredSlice:
     """Tensor of a file, as ``get_slice`` gives it."""
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._read = functools.partial(file.get_tensor, name)
-        self._slice = file.get_slice(name)
-        self.get_shape, self.get_dtype = self._slice.get_shape, self._slice.get_dtype
+    def __init__(self, stored: Any, read: Callable[[], Tensor]) -> None:
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+        self._read = read
 
     def __getitem__(self, index: Any) -> Tensor:
         dtype = sys.modules[TRANSFORMERS].str_to_torch_dtype[self.get_dtype()]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.model.meta_tensors import leave_meta
 
-__all__ = ["DeferredTensor", "defer", "own_values", "read_now", "undefer"]
+__all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", "undefer"]
 
 # [Note: deferred operations]
 # A deferred tensor is a wrapper subclass: shape, strides, dtype and device without memory. Operations arrive in
@@ -62,6 +62,7 @@ class _Base:
     def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
         self._compute = compute
         self.kept: Tensor | None = None
+        self.is_changed = False
         self._num_uses = 0
         # Noted operations that read these values.
         self._readers: list[weakref.ref[_Base]] = []
@@ -93,6 +94,7 @@ class _Base:
             if (reader := reference()) is not None:
                 reader.keep()
         self.keep()
+        self.is_changed = True
 
 
 # Values that one evaluation has found already; several operations may read the same base.
@@ -132,6 +134,11 @@ class DeferredTensor(Tensor):
     def is_kept(self) -> bool:
         """Whether the values are in memory for good, because something has changed or wanted them."""
         return self._node.base.kept is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the values are no longer those of the file."""
+        return self._node.base.is_changed
 
     @classmethod
     def __torch_function__(
@@ -206,27 +213,35 @@ def own_values(tensor: DeferredTensor) -> Tensor:
         return own.copy_(value)
 
 
-def undefer(tensor: DeferredTensor) -> Tensor:
-    """Make ``tensor`` an ordinary one, in place: on the meta device, or with its values if these are kept.
+def lacks_values(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has no values in memory that count: it is on the meta device, or as it is in its file."""
+    return tensor.is_meta or (isinstance(tensor, DeferredTensor) and not tensor.is_changed)
+
+
+def undefer(tensor: DeferredTensor, *, read: bool = False) -> Tensor:
+    """Make ``tensor`` an ordinary one, in place: with its values if they have changed, else on the meta device.
+
+    Args:
+        tensor: Tensor to change.
+        read: Whether it gets its values in any case.
 
     Returns:
         Tensor with the values: a deferred one, or ``tensor`` itself.
     """
     source = DeferredTensor(_meta(tensor), tensor.device, tensor._node)
-    is_kept, is_parameter = tensor.is_kept, isinstance(tensor, nn.Parameter)
-    leave_meta(tensor, own_values(tensor) if is_kept else _meta(tensor))
+    has_values, is_parameter = read or tensor.is_changed, isinstance(tensor, nn.Parameter)
+    leave_meta(tensor, own_values(tensor) if has_values else _meta(tensor))
     tensor.__class__ = nn.Parameter if is_parameter else Tensor  # type: ignore[assignment]
     for name in _OWN_ATTRIBUTES:
         vars(tensor).pop(name, None)
-    return tensor if is_kept else source
+    return tensor if has_values else source
 
 
 def read_now(root: nn.Module) -> None:
     """Give all deferred tensors of ``root`` their values, in place."""
     for tensor in (*root.parameters(), *root.buffers()):
         if isinstance(tensor, DeferredTensor):
-            tensor._node.base.keep()
-            undefer(tensor)
+            undefer(tensor, read=True)
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -312,7 +327,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         node = data._node
     else:
         node = _Node(_Base(lambda known: data.detach()))
-        node.base.keep()
+        node.base.change()
     with torch._C.DisableTorchFunctionSubclass():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))
     tensor._node = node

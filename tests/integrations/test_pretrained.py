@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lightning_toy import NEWER, on_ranks, toy_module, toy_trainer
+from lightning_toy import NEWER, error_of, on_ranks, toy_module, toy_trainer
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import (
@@ -218,3 +218,45 @@ def assert_equal(found, expected):
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    weights = saved(tmp_path / "pretrained", "llama")
+    damaged = sorted(weights.glob("*.safetensors"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-64])
+    for message in on_ranks(error_of_loading, 2, tmp_path / "smp", weights, PP2):
+        assert f"{damaged} cannot be read" in message
+        assert "damaged, missing, or not written to its end" in message
+
+
+def error_of_loading(folder, weights, options):
+    return error_of(lambda: validate_and_fit(folder, weights, plain_load, options))
+
+
+def look_and_change(folder, weights, load, options):
+    """A hook before the first step reads weights, copies the model and halves a weight."""
+    module, found = tuned(weights, load), {}
+
+    def on_fit_start():
+        found["norms"] = {name: float(weight.norm()) for name, weight in module.named_parameters()}
+        module.copied = [copy.deepcopy(module.model)]
+        with torch.no_grad():
+            module.model.lm_head.weight.mul_(0.5)
+
+    module.on_fit_start = on_fit_start
+    smp = None if options is None else {**options, "delayed_parameter_initialization": True, "restore_module": "all"}
+    toy_trainer(folder, smp=smp, max_epochs=1, limit_train_batches=1).fit(module, tokens())
+    return found["norms"], values_of(module), [name for name, each in module.model.named_parameters() if each.is_meta]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2"])
+def test_hooks_before_the_first_step_see_values(layout, tmp_path):
+    weights = saved(tmp_path / "pretrained", "llama")
+    [(norms, ended, _)] = on_ranks(look_and_change, 1, tmp_path / "plain", weights, plain_load, None)
+    size, options = LAYOUTS[layout]
+    for found, state, on_meta in on_ranks(look_and_change, size, tmp_path / "smp", weights, plain_load, options):
+        assert found == norms
+        assert not on_meta
+        if layout != "sdp2":
+            for name, expected in ended.items():
+                torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-5, msg=name)

@@ -32,7 +32,7 @@ from smp_strategy.integrations.accelerate.validation import (
     refuse_foreign,
     second_model,
 )
-from smp_strategy.model.deferred_tensor import read_now
+from smp_strategy.model.deferred_tensor import lacks_values, read_now
 from smp_strategy.precision.grad_scaler import GradScaler
 from smp_strategy.precision.loss_scale import ScalingRules
 
@@ -353,7 +353,7 @@ class TrainingHooks(HookBase):
 
 
 def _on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
+    return any(lacks_values(parameter) for parameter in model.parameters())
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:

@@ -51,6 +51,7 @@ from smp_strategy.integrations.lightning.tree import Tree
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
+from smp_strategy.model.deferred_tensor import lacks_values
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
@@ -266,8 +267,8 @@ class CheckpointHooks:
         if engine is not None and not engine.serves(module):
             engine = None
         is_unread = any(isinstance(value, LazyStoredTensor) for value in checkpoint["state_dict"].values())
-        lacks_values = any(parameter.is_meta for parameter in module.parameters())
-        if engine is not None and is_unread and (engine.is_spread or lacks_values):
+        is_delayed = any(lacks_values(parameter) for parameter in module.parameters())
+        if engine is not None and is_unread and (engine.is_spread or is_delayed):
             engine.saved.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
         elif engine is not None:
             engine.saved.load_state_dict(checkpoint["state_dict"], strict=strict)
