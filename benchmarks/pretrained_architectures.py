@@ -57,7 +57,9 @@ def main() -> None:
         found["read_early"] += bool(read)
         early = f" reads {_listed(read)}" if read else ""
         print(f"{name:48} {verdict:8} {reason}{early}", flush=True)
-    print(json.dumps({"models": len(names), **{key: found[key] for key in ("equal", "read_early", "refused", "failed")}}))
+    print(
+        json.dumps({"models": len(names), **{key: found[key] for key in ("equal", "read_early", "refused", "failed")}})
+    )
 
 
 def _options() -> argparse.Namespace:
