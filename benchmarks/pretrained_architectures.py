@@ -210,7 +210,43 @@ def _in_bfloat16(model: Any, folder: Path) -> None:
 
 def _with_others(model: Any, folder: Path) -> None:
     """One key more than the model has, and every second parameter missing."""
-    _in_safetensors(model, folder, lambda state: {**dict(list(state.items())[::2]), "more.weight": torch.ones(3)})
+
+    def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Experts are merged, so none may be missing. Parametrizations transformers leaves uninitialised.
+        kept = [name for name in state if "experts" in name or "parametrizations" in name]
+        return {**{name: state[name] for name in [*list(state)[::2], *kept]}, "more.weight": torch.ones(3)}
+
+    _in_safetensors(model, folder, changed)
+
+
+def _with_legacy_keys(model: Any, folder: Path) -> None:
+    """Names of older releases, which transformers renames."""
+    older = {
+        ".parametrizations.weight.original0": ".weight_g",
+        ".parametrizations.weight.original1": ".weight_v",
+        "LayerNorm.weight": "LayerNorm.gamma",
+        "LayerNorm.bias": "LayerNorm.beta",
+    }
+
+    def renamed(name: str) -> str:
+        for end, old in older.items():
+            name = name.removesuffix(end) + old if name.endswith(end) else name
+        return name
+
+    _in_safetensors(model, folder, lambda state: {renamed(name): tensor for name, tensor in state.items()})
+
+
+def _as_base(architecture: Architecture, folder: Path) -> Callable[[], nn.Module]:
+    """Only the base model is saved; the head is missing."""
+    model: Any = architecture.build().model
+    model.base_model.save_pretrained(folder)
+    return functools.partial(type(model).from_pretrained, folder)
+
+
+def _as_base_of_classifier(architecture: Architecture, folder: Path) -> Callable[[], nn.Module]:
+    """Only the base model is saved, and gets another head."""
+    _as_base(architecture, folder)
+    return functools.partial(transformers.AutoModelForSequenceClassification.from_pretrained, folder, num_labels=3)
 
 
 def _in_safetensors(model: Any, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -228,6 +264,9 @@ VARIANTS: dict[str, Variant] = {
     "shards": _variant(_in_shards),
     "bin": _variant(_as_bin),
     "others": _variant(_with_others),
+    "legacy": _variant(_with_legacy_keys),
+    "base": _as_base,
+    "classifier": _as_base_of_classifier,
 }
 
 
