@@ -17,6 +17,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.model.deferred_tensor import DeferredTensor
+
 VOCABULARY = 64
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
 SDP2 = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
@@ -134,6 +137,13 @@ def test_ranks_hold_what_plain_loading_gives(model, layout, tmp_path):
                 assert found_loss == pytest.approx(loss, rel=1e-4)
                 for name, expected in ended.items():
                     torch.testing.assert_close(found_ended[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_files_are_not_read_whole_where_they_cannot_be_mapped(tmp_path):
+    weights = saved(tmp_path, "llama")
+    with torch.device("meta"), deferring():
+        net = LlamaForCausalLM.from_pretrained(weights, disable_mmap=True)
+    assert all(isinstance(each, DeferredTensor) and not each.is_kept for each in net.parameters() if each.ndim > 1)
 
 
 def with_new_head(folder):
