@@ -30,15 +30,14 @@ __all__ = ["DeferredTensor", "defer", "own_values", "read_now", "undefer"]
 #   device;
 # * any other operation (one with ordinary tensors, with random numbers, or whose result Python reads) computes at once,
 #   with values that are read for it and forgotten again;
-# * an operation that changes a deferred tensor by numbers, or small tensors of such, is noted, too: initialisers set
-#   the row of the padding token, say. Its views change with it. What was noted of the earlier values keeps these;
-# * any other change gives the deferred tensor memory of its own for good, with all its views. Values that it replaces
-#   are not read before.
+# * an operation that changes a deferred tensor by numbers is noted, too: initialisers set the row of the padding token
+#   to zero, say. Its views change with it. What was noted of the earlier values keeps these;
+# * any other change gives the deferred tensor memory of its own for good, with all its views, since values may differ
+#   between ranks until those of rank 0 are sent to all. Values that it replaces are not read before.
 #
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
 
-# Values with at most this many elements are kept, since Python reads them again and again, and ordinary tensors that
-# change a deferred one are copied.
+# Values with at most this many elements are kept, since Python reads them again and again.
 _MOST_KEPT = 1024
 _aten: Any = torch.ops.aten
 # Operations that take only metadata from their first argument.
@@ -401,12 +400,12 @@ def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
 
 
 def _can_be_noted(leaf: Any, device: torch.device) -> bool:
-    """Whether a change on ``device`` can remember an argument until it is repeated."""
+    """Whether a change on ``device`` can remember an argument until it is repeated: a number is one, on all ranks."""
     if not isinstance(leaf, Tensor):
         return True
     # Only values tell whether an index or a mask is right, and an error must be raised at once.
     is_number = leaf.is_floating_point() or leaf.is_complex()
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.device == device and leaf.numel() <= _MOST_KEPT and is_number
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device == device and leaf.ndim == 0 and is_number
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:

@@ -147,7 +147,7 @@ def test_files_are_not_read_whole_where_they_cannot_be_mapped(tmp_path):
 
 
 def with_new_head(folder):
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0)
 
 
 def in_bfloat16(folder):

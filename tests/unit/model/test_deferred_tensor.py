@@ -103,13 +103,13 @@ def test_reads_are_forgotten_and_changes_stay():
 
 
 def test_changes_by_numbers_read_nothing():
-    file, row = File(), torch.full((64,), 9.0)
+    file, number = File(), torch.tensor(9.0)
     weight = nn.Parameter(file.tensor())
     before, second = weight.detach() * 2, weight.detach()[1]
     with torch.no_grad():
         nn.init.zeros_(weight[0])
-        weight[1] = row
-    row.zero_()
+        weight[1] = number
+    number.zero_()
     assert file.reads == 0
     expected = VALUES.clone()
     expected[0], expected[1] = 0, 9
@@ -132,6 +132,12 @@ def test_values_that_are_replaced_are_not_read():
     assert file.reads == 1  # for the last one, as the error is that of torch
     assert torch.equal(own_values(weight), others)
     assert torch.equal(own_values(before), VALUES * 2)
+
+
+def test_changes_by_tensors_keep_values_which_ranks_can_exchange():
+    weight = File().tensor()
+    weight[1] = torch.randn(64)
+    assert weight.is_kept
 
 
 def test_many_changes_by_numbers():
