@@ -88,6 +88,8 @@ def _patch_transformers(module: Any) -> None:
         if not _is_deferring():
             return original(cls, *args, **kwargs)
         _refuse_placed(kwargs)
+        if "disable_mmap" in kwargs:
+            kwargs["disable_mmap"] = False  # nothing is mapped, and transformers would read whole files instead
         with (
             _CPU,  # transformers refuses to load in the context of the meta device
             replaced.object(module, "safe_open", _DeferredFile),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.meta_tensors import leave_meta
 
 __all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", "undefer"]
@@ -25,15 +26,18 @@ __all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", 
 # `__torch_dispatch__`, below autograd:
 #
 # * a view of a deferred tensor is deferred and shares its memory, once there is some;
-# * an operation that makes a new tensor of deferred ones alone is noted, with the shape that it has on the meta device;
+# * an operation that makes new tensors of deferred ones alone is noted, with the shapes that they have on the meta
+#   device;
 # * any other operation (one with ordinary tensors, with random numbers, or whose result Python reads) computes at once,
 #   with values that are read for it and forgotten again;
-# * an operation that changes a deferred tensor gives it memory of its own for good, with all its views. What was noted
-#   of the earlier values is computed before.
+# * an operation that changes a deferred tensor by numbers is noted, too: initialisers set the row of the padding token
+#   to zero, say. Its views change with it. What was noted of the earlier values keeps these;
+# * any other change gives the deferred tensor memory of its own for good, with all its views, since values may differ
+#   between ranks until those of rank 0 are sent to all. Values that it replaces are not read before.
 #
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
 
-# Results with at most this many elements are kept: Python reads them again and again.
+# Values with at most this many elements are kept, since Python reads them again and again.
 _MOST_KEPT = 1024
 # Values that are needed more often are kept as well: those of a model that computes and is never partitioned.
 _MOST_USES = 3
@@ -46,6 +50,10 @@ _LIKE = frozenset(
         *(_aten.new_ones.default, _aten.new_full.default, _aten.new_empty_strided.default),
     }
 )
+# Views of everything, as it is.
+_SAME = frozenset({_aten.detach.default, _aten.alias.default})
+# Operations that replace all values of their first argument.
+_REPLACING = frozenset({_aten.normal_.default, _aten.uniform_.default, _aten.copy_.default})
 # Methods that reach for memory without an operation.
 _OF_MEMORY = frozenset(
     {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__array__}
@@ -60,21 +68,27 @@ class _Base:
     """Memory of a deferred tensor and its views: computed when needed, or kept for good."""
 
     def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
+        # Computes the values, in new memory.
         self._compute = compute
         self.kept: Tensor | None = None
         self.is_changed = False
         self._num_uses = 0
-        # Noted operations that read these values.
-        self._readers: list[weakref.ref[_Base]] = []
+        self._changes: list[Callable[[Tensor], object]] = []
+        self.history: list[str] = []
+        # What noted operations read.
+        self._readers: list[weakref.ref[_Node]] = []
 
     def value(self, known: "_Known") -> Tensor:
         """The values: those that are kept or ``known``, or new ones."""
         if self.kept is not None:
             return self.kept
         if self not in known:
-            known[self] = self._compute(known)
+            value = self._compute(known)
+            for change in self._changes:
+                change(value)
+            known[self] = value
             self._num_uses += 1
-            if self._num_uses > _MOST_USES or known[self].numel() <= _MOST_KEPT:
+            if self._num_uses > _MOST_USES or value.numel() <= _MOST_KEPT:
                 self.kept = known[self]
         return known[self]
 
@@ -83,33 +97,54 @@ class _Base:
         if self.kept is None:
             self.kept = self.value({})
 
-    def read_by(self, reader: "_Base") -> None:
-        """Let ``reader`` compute before the values change."""
-        self._readers.append(weakref.ref(reader))
+    def read_through(self, views: "_Views") -> "_Node":
+        """What an operation reads that is noted now: these values, even if the base changes."""
+        node = _Node(self, views)
+        self._readers.append(weakref.ref(node))
+        return node
 
-    def change(self) -> None:
-        """The values are about to be changed in place."""
-        readers, self._readers = self._readers, []
-        for reference in readers:
-            if (reader := reference()) is not None:
-                reader.keep()
+    def change_at_once(self, replaced: Tensor | None) -> None:
+        """The values are about to be changed in place; all of them are, if there is memory for them: ``replaced``."""
+        self._part_from_readers()
+        if self.kept is None and replaced is not None:
+            self.kept = replaced
         self.keep()
         self.is_changed = True
+
+    def change_later(self, change: Callable[[Tensor], object], text: str) -> None:
+        """Let ``change``, of which ``text`` tells all, change the values when they are computed; they are not kept."""
+        self._part_from_readers()
+        self._changes.append(change)
+        self.history.append(text)
+
+    def _part_from_readers(self) -> None:
+        """Leave the values until now to a base of their own if something reads them."""
+        readers = [node for reference in self._readers if (node := reference()) is not None]
+        self._readers = []
+        if not readers:
+            return
+        older = _Base(self._compute)
+        older._changes, older._readers = self._changes, [weakref.ref(node) for node in readers]
+        older.kept = None if self.kept is None else self.kept.clone()
+        for node in readers:
+            node.base = older
+        self._compute, self._changes = lambda known: older.value(known).clone(), []
 
 
 # Values that one evaluation has found already; several operations may read the same base.
 _Known = dict[_Base, Tensor]
+_Views = tuple[Callable[[Tensor], Tensor], ...]
 
 
 @final
 class _Node:
     """Values of a deferred tensor: those of a base, or a view of them."""
 
-    def __init__(self, base: _Base, views: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
+    def __init__(self, base: _Base, views: _Views = ()) -> None:
         self.base = base
         self.views = views
 
-    def value(self, known: "_Known") -> Tensor:
+    def value(self, known: _Known) -> Tensor:
         """The values, which share memory with those of the base."""
         found = self.base.value(known)
         for view in self.views:
@@ -137,8 +172,13 @@ class DeferredTensor(Tensor):
 
     @property
     def is_changed(self) -> bool:
-        """Whether the values are no longer those of the file."""
+        """Whether the values are in memory and no longer those of the file."""
         return self._node.base.is_changed
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """Noted changes by numbers, as text; equal where the values will be."""
+        return tuple(self._node.base.history)
 
     @classmethod
     def __torch_function__(
@@ -161,7 +201,7 @@ class DeferredTensor(Tensor):
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if func._schema.is_mutable:
-            return _change(func, args, kwargs, leaves, structure)
+            return _changed(func, args, kwargs, leaves, structure)
         if isinstance(args[0], DeferredTensor) and _is_view(func):
             return _viewed(func, args[0], args[1:], kwargs)
         noted = _noted(func, leaves, structure)
@@ -255,6 +295,8 @@ def _is_view(func: Any) -> bool:
 def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Deferred views of ``base``."""
     node = base._node
+    if func in _SAME:
+        return DeferredTensor(_meta(base), base.device, _Node(node.base, node.views))
 
     def view(number: int | None, tensor: Tensor) -> Tensor:
         found = func(tensor, *args, **kwargs)
@@ -270,31 +312,48 @@ def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[s
     )
 
 
-def _noted(func: Any, leaves: list[Any], structure: Any) -> DeferredTensor | None:
-    """Deferred result of an operation; ``None``: it must be computed at once."""
+def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
+    """Deferred results of an operation; ``None``: it must be computed at once."""
     given = [leaf for leaf in leaves if isinstance(leaf, DeferredTensor)]
     has_others = len(given) < sum(isinstance(leaf, Tensor) for leaf in leaves)
     if has_others or all(each.is_kept for each in given) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    args, kwargs = pytree.tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+    args, kwargs = _meta_arguments(leaves, structure)
     device = kwargs.get("device") or given[0].device
     try:
-        shape = func(*args, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
+        shapes = func(*args, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
     except (RuntimeError, TypeError):  # its shape depends on values, or it knows no meta device
         return None
-    if not isinstance(shape, Tensor):
+    if isinstance(shapes, Tensor):
+        return DeferredTensor(
+            shapes, device, _Node(_Base(partial(_replayed, func, _operands(leaves), structure, None)))
+        )
+    if not isinstance(shapes, tuple | list) or not all(isinstance(each, Tensor) for each in shapes):
         return None
-    nodes = [leaf._node if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
-    base = _Base(partial(_replayed, func, nodes, structure))
-    for each in given:
-        each._node.base.read_by(base)
-    return DeferredTensor(shape, device, _Node(base))
+    return type(shapes)(
+        DeferredTensor(shape, device, _Node(_Base(partial(_replayed, func, _operands(leaves), structure, number))))
+        for number, shape in enumerate(shapes)
+    )
 
 
-def _replayed(func: Any, nodes: Sequence[Any], structure: Any, known: _Known) -> Tensor:
-    args, kwargs = pytree.tree_unflatten([x.value(known) if isinstance(x, _Node) else x for x in nodes], structure)
-    result: Tensor = func(*args, **kwargs)
-    return result
+def _meta_arguments(leaves: list[Any], structure: Any) -> Any:
+    return pytree.tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def _operands(leaves: list[Any]) -> list[Any]:
+    """The same with what a noted operation reads in the place of deferred tensors."""
+    return [
+        leaf._node.base.read_through(leaf._node.views) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves
+    ]
+
+
+def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: _Known) -> Tensor:
+    values = [each.value(known) if isinstance(each, _Node) else each for each in operands]
+    args, kwargs = pytree.tree_unflatten(values, structure)
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    made: Tensor = result if number is None else result[number]
+    return made
 
 
 def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
@@ -304,17 +363,76 @@ def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _change(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
+def _changed(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
     """Result of an operation that changes some of its arguments in place."""
     changed: list[Any] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += pytree.tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+    if torch.Tag.inplace_view in func.tags and any(isinstance(each, DeferredTensor) for each in changed):
+        raise UnsupportedError(
+            f"`{func.overloadpacket.__name__}` of a tensor of a pretrained model whose values are not read yet: its "
+            "shape cannot change in place. Assign the result of the same operation without `_`, as a new parameter or "
+            "as `.data`."
+        )
+    if len(changed) == 1 and args and args[0] is changed[0] and _is_change_noted(func, leaves, structure):
+        return changed[0]
     for tensor in changed:
         if isinstance(tensor, DeferredTensor):
-            tensor._node.base.change()
+            replaced = _is_replaced(func, leaves, structure) and tensor is leaves[0]
+            tensor._node.base.change_at_once(
+                torch.empty_like(_meta(tensor), device=tensor.device) if replaced else None
+            )
     result = _computed(func, leaves, structure)
     return changed[0] if isinstance(result, Tensor) and len(changed) == 1 else result
+
+
+def _is_replaced(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Whether an operation replaces all values of the first of ``leaves`` and its base by ordinary ones."""
+    if func not in _REPLACING or not isinstance(leaves[0], DeferredTensor) or leaves[0]._node.views:
+        return False
+    return not any(isinstance(each, DeferredTensor) for each in leaves[1:]) and _is_possible(func, leaves, structure)
+
+
+def _is_possible(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Whether an operation is right for the meta device; if it is wrong, computing it will tell."""
+    args, kwargs = _meta_arguments(leaves, structure)
+    try:
+        func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Note an operation that changes the first of ``leaves`` alone; ``False``: it must be computed at once."""
+    tensor, *others = leaves
+    if not isinstance(tensor, DeferredTensor) or tensor.is_kept:
+        return False
+    if not all(_can_be_noted(each, tensor.device) for each in others):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags or not _is_possible(func, leaves, structure):
+        return False
+    node, copies = tensor._node, [each.clone() if isinstance(each, Tensor) else each for each in others]
+    views = node.views
+
+    def change(value: Tensor) -> None:
+        for view in views:
+            value = view(value)
+        _replayed(func, [value, *copies], structure, None, {})
+
+    numbers = [each.item() if isinstance(each, Tensor) else each for each in copies]
+    node.base.change_later(change, f"{func}{numbers}")
+    return True
+
+
+def _can_be_noted(leaf: Any, device: torch.device) -> bool:
+    """Whether a change on ``device`` can remember an argument until it is repeated: a number is one, on all ranks."""
+    if not isinstance(leaf, Tensor):
+        return True
+    # Only values tell whether an index or a mask is right, and an error must be raised at once.
+    is_number = leaf.is_floating_point() or leaf.is_complex()
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device == device and leaf.ndim == 0 and is_number
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
@@ -327,7 +445,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         node = data._node
     else:
         node = _Node(_Base(lambda known: data.detach()))
-        node.base.change()
+        node.base.change_at_once(data.detach())
     with torch._C.DisableTorchFunctionSubclass():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))
     tensor._node = node

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, undefer
 
 CPU = torch.device("cpu")
@@ -40,11 +41,15 @@ MAKE: dict[str, Callable[[Tensor], Tensor]] = {
     "half": lambda x: x.to(torch.bfloat16).float(),
     "contiguous": lambda x: x.contiguous(),
     "unbind": lambda x: torch.stack(x.unbind(0)),
+    "weight norm": lambda x: torch._weight_norm(x, x.narrow(1, 0, 1) + 2, 0),
 }
 CHANGE: dict[str, Callable[[Tensor], object]] = {
     "mul_": lambda x: x.mul_(0.5),
     "row": lambda x: x[0].fill_(3),
     "data": lambda x: x.data.add_(1),
+    "number": lambda x: x[-1, 1:].copy_(torch.tensor(2.0)),
+    "column": lambda x: x[:, :1].add_(torch.linspace(0, 1, len(x))[:, None]),
+    "where": lambda x: x.masked_fill_(x > 1, 5),
     "copy_": lambda x: x[: len(x) // 2].copy_(x[len(x) - len(x) // 2 :].clone()),
 }
 
@@ -91,10 +96,70 @@ def test_reads_are_forgotten_and_changes_stay():
     assert weight.norm().item() == VALUES.norm().item()
     assert not weight.is_kept
     with torch.no_grad():
-        weight[0] = 7
+        weight[0].normal_()
     assert weight.is_kept
     assert torch.equal(own_values(weight)[1:], VALUES[1:])
-    assert own_values(weight)[0].eq(7).all()
+    assert not own_values(weight)[0].eq(VALUES[0]).any()
+
+
+def test_changes_by_numbers_read_nothing():
+    file, number = File(), torch.tensor(9.0)
+    weight = nn.Parameter(file.tensor())
+    before, second = weight.detach() * 2, weight.detach()[1]
+    with torch.no_grad():
+        nn.init.zeros_(weight[0])
+        weight[1] = number
+    number.zero_()
+    assert file.reads == 0
+    expected = VALUES.clone()
+    expected[0], expected[1] = 0, 9
+    for _ in range(2):
+        assert torch.equal(own_values(weight), expected)
+        assert torch.equal(own_values(second), expected[1])
+        assert torch.equal(own_values(before), VALUES * 2)
+
+
+def test_values_that_are_replaced_are_not_read():
+    file, others = File(), torch.randn(48, 64)
+    weight = nn.Parameter(file.tensor())
+    before = weight.detach() * 2
+    weight.data.copy_(others)
+    normal = torch._weight_norm(file.tensor(), file.tensor().narrow(1, 0, 1), 0)
+    with torch.no_grad():
+        normal.normal_(generator=None)
+        with pytest.raises(RuntimeError):
+            nn.Parameter(file.tensor()).copy_(torch.ones(3))
+    assert file.reads == 1  # for the last one, as the error is that of torch
+    assert torch.equal(own_values(weight), others)
+    assert torch.equal(own_values(before), VALUES * 2)
+
+
+def test_changes_by_tensors_keep_values_which_ranks_can_exchange():
+    weight = File().tensor()
+    weight[1] = torch.randn(64)
+    assert weight.is_kept
+
+
+def test_many_changes_by_numbers():
+    weight = File().tensor()
+    for number in range(3000):
+        weight[number % 48].fill_(number)
+    assert own_values(weight)[:, 0].tolist() == [*range(2976, 3000), *range(2952, 2976)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(torch.ones(3)),
+        lambda x: x[99].zero_(),
+        lambda x: x.index_fill_(0, torch.tensor([99]), 0.0),
+        lambda x: x.t_(),
+    ],
+    ids=["shape", "row", "index", "in-place view"],
+)
+def test_wrong_changes_are_errors_at_once(change):
+    with pytest.raises((RuntimeError, IndexError, UnsupportedError)):
+        change(File().tensor())
 
 
 def test_layers_compute_with_deferred_weights():
@@ -159,7 +224,7 @@ def test_changed_tensors_become_ordinary_ones():
     layer = nn.Linear(64, 48, bias=False)
     layer.weight = weight = nn.Parameter(File().tensor())
     with torch.no_grad():
-        weight.mul_(2)
+        weight.mul_(torch.full((48, 64), 2.0))
     assert undefer(weight) is weight
     assert torch.equal(weight, VALUES * 2)
     layer.weight = other = nn.Parameter(File().tensor())
