@@ -19,7 +19,10 @@ def saves(name, smp, folder):
     model.save_pretrained(folder / "many", max_shard_size="5KB")
     accelerator.save_model(model, folder / "accelerate", max_shard_size="5KB")
     accelerator.save_model(model, folder / "accelerate one")
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    assert_same(model.state_dict(), weights)  # it can be made whole afterwards
+    return weights
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

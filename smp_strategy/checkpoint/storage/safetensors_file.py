@@ -6,6 +6,7 @@ the header first and each tensor when it is there, in any order. The file is byt
 writes.
 """
 
+import ctypes
 import json
 import math
 import struct
@@ -102,7 +103,8 @@ class SafetensorsFile:
             return
         values = value.detach().cpu().contiguous()
         self._file.seek(self._places[name])
-        self._file.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        # Not through NumPy: its views forbid for ever that the memory of a parameter is resized.
+        self._file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
 
     def close(self) -> None:
         """Close the file."""

@@ -53,6 +53,14 @@ def test_a_tensor_that_is_a_view_is_written_as_it_is_seen(tmp_path):
     assert (tmp_path / "x").read_bytes() == save({"a": value.contiguous()})
 
 
+def test_the_memory_of_a_tensor_may_be_resized_afterwards(tmp_path):
+    value = torch.ones(3)
+    file = SafetensorsFile(tmp_path / "x", {"a": LocalTensorInfo((3,), torch.float32)})
+    file.write("a", value)
+    file.close()
+    value.untyped_storage().resize_(0)  # which sharded data parallelism does
+
+
 def test_what_the_format_does_not_have_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="`a` has the dtype torch.complex128"):
         header_of({"a": LocalTensorInfo((1,), torch.complex128)}, None)
