@@ -37,9 +37,10 @@ def values(shape, dtype):
 def test_a_file_is_that_of_the_library_in_whatever_order_tensors_come(tmp_path_factory, described, metadata, random):
     tensors = {name: values(shape, dtype) for name, (shape, dtype) in described.items()}
     path = tmp_path_factory.mktemp("files") / "model.safetensors"
+    order = random.sample(list(tensors), len(tensors))  # drawn while no file is open
     infos = {name: LocalTensorInfo(*each) for name, each in described.items()}
     file = SafetensorsFile(path, infos, metadata)
-    for name in random.sample(list(tensors), len(tensors)):
+    for name in order:
         file.write(name, tensors[name])
     file.close()
     assert path.read_bytes() == save(tensors, metadata=metadata)
