@@ -10,6 +10,7 @@ is.
 it. All ranks compare notes after each round of about a GiB, and stop then.
 """
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,9 +202,10 @@ class _Pen:
             raise self._error
 
     def close(self) -> None:
-        """Close files that are incomplete."""
+        """Close files that are incomplete, because of an error that is raised already."""
         for file in self._open.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._open.clear()
 
     def _try(self, action: Any) -> None:

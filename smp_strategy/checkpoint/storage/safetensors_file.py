@@ -6,6 +6,7 @@ the header first and each tensor when it is there, in any order. The file is byt
 writes.
 """
 
+import contextlib
 import ctypes
 import json
 import math
@@ -91,10 +92,15 @@ class SafetensorsFile:
     ) -> None:
         header, self._places = header_of(tensors, metadata)
         self._tensors = dict(tensors)
-        self._file = path.open("xb")
-        self._file.write(header)
         size = len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
-        self._file.truncate(size)
+        self._file = path.open("xb")
+        try:
+            self._file.write(header)
+            self._file.truncate(size)
+        except BaseException:
+            with contextlib.suppress(OSError):  # it cannot write what is left of the header either
+                self._file.close()
+            raise
 
     def write(self, name: str, value: Tensor) -> None:
         """Write the values of the tensor ``name``."""
