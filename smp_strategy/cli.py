@@ -92,6 +92,12 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)"
     )
+    parser.add_argument(
+        "--merge-adapters",
+        metavar="DIR",
+        help="add LoRA adapters of PEFT to the weights that they adapt: DIR has adapter_config.json and, unless the "
+        "checkpoint has the adapters, adapter_model.safetensors",
+    )
     parser.add_argument("--dtype", help="write floating point weights in this: bfloat16, float16, float32")
     _add_common(parser)
     parser.set_defaults(run="checkpoint.tools.export")

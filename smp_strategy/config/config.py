@@ -204,6 +204,13 @@ class SMPConfig(
         return config
 
     @property
+    def restored_on(self) -> RestoreModule:
+        """Ranks that get the whole module at the end of a run."""
+        if self.restore_module is not None:
+            return self.restore_module
+        return "none" if self.delayed_parameter_initialization else "all"
+
+    @property
     def stream_dim(self) -> int | None:
         """Dimension of activations that is split over a tensor-parallel group between split regions, if any."""
         if self.optimize == "memory":

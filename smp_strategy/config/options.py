@@ -119,13 +119,14 @@ class PartitionOptions:
     """JSON file that the partition is written to, or read from."""
     load_partition: bool = False
     """Read the partition from ``partition_file`` instead of choosing one."""
-    restore_module: RestoreModule = "all"
+    restore_module: RestoreModule | None = None
     """Ranks that have an ordinary module with all weights again when a run (fit, test ...) ends. On other ranks only
-    the rank's own units can be used then. Every run begins with the whole module on all ranks."""
+    the rank's own units can be used then. ``None``: ``none`` with ``delayed_parameter_initialization``, since such a
+    module may fit on no rank, and otherwise ``all``. Every later run begins with the whole module on all ranks."""
 
     def _problems(self) -> list[str]:
         found = one_of(self, "optimize", typing.get_args(Optimize))
-        found += one_of(self, "restore_module", typing.get_args(RestoreModule))
+        found += one_of(self, "restore_module", (None, *typing.get_args(RestoreModule)))
         weight = self.memory_weight
         if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= 1):
             found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")

@@ -211,7 +211,7 @@ class Engine:
         self._calls.give_back()
         self._parts.late.give_optimizers()
         if not failed and self._parts.local_model is not None:
-            self._parts.local_model.restore(self.config.restore_module)
+            self._parts.local_model.restore(self.config.restored_on)
 
     @property
     def is_spread(self) -> bool:

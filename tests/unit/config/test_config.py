@@ -232,6 +232,19 @@ def test_two_precisions_contradict_each_other():
         SMPConfig(fp16=True, bf16=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "all"),
+        ({"delayed_parameter_initialization": True}, "none"),
+        ({"delayed_parameter_initialization": True, "restore_module": "all"}, "all"),
+        ({"restore_module": "rank_zero"}, "rank_zero"),
+    ],
+)
+def test_a_module_that_may_fit_on_no_rank_is_made_whole_on_none_unless_somebody_asks(options, expected):
+    assert SMPConfig(**options).restored_on == expected
+
+
 # --- all mistakes together ------------------------------------------------------------------------------------------
 
 
