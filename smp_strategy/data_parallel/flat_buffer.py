@@ -49,7 +49,7 @@ __all__ = ["FlatBuffer"]
 
 @final
 class FlatBuffer:
-    """Sharded values and gradients of some parameters. Takes over their values; they rest from then on.
+    """Sharded values and gradients of some parameters. Takes over their values, if there are any; they rest then.
 
     Args:
         layout: Places of the parameters.
@@ -109,7 +109,8 @@ class FlatBuffer:
         else:
             self.own = self._shard[self._own_part]
         for number, parameter in enumerate(parameters):
-            self._put(number, parameter)
+            if parameter.untyped_storage().nbytes():  # otherwise the caller fills its runs
+                self._put(number, parameter)
         self._set_gradient_dtype(self._gradient_dtype)
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None

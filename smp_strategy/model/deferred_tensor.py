@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.model.meta_tensors import leave_meta
 
-__all__ = ["DeferredTensor", "defer", "own_values", "read_now", "undefer"]
+__all__ = ["DeferredTensor", "ReadRun", "defer", "own_values", "read_now", "run_of", "undefer"]
 
 # [Note: deferred operations]
 # A deferred tensor is a wrapper subclass: shape, strides, dtype and device without memory. Operations arrive in
@@ -32,6 +32,9 @@ __all__ = ["DeferredTensor", "defer", "own_values", "read_now", "undefer"]
 #   of the earlier values is computed before.
 #
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
+#
+# A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
+# read as runs (`run_of`); for all else the whole tensor is read.
 
 # Results with at most this many elements are kept: Python reads them again and again.
 _MOST_KEPT = 1024
@@ -44,6 +47,8 @@ _LIKE = frozenset(
         *(_aten.new_ones.default, _aten.new_full.default, _aten.new_empty_strided.default),
     }
 )
+# Operations that compute each element from the same element of their argument.
+_ELEMENTWISE = frozenset({_aten._to_copy.default, _aten.clone.default})
 # Methods that reach for memory without an operation.
 _OF_MEMORY = frozenset(
     {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__array__}
@@ -57,8 +62,10 @@ _OWN_ATTRIBUTES = ("_node", "_is_param")
 class _Base:
     """Memory of a deferred tensor and its views: computed when needed, or kept for good."""
 
-    def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
+    def __init__(self, compute: "Callable[[_Known], Tensor]", run: "ReadRun | None" = None) -> None:
         self._compute = compute
+        # Computes a run of the elements alone, if the memory is row-major.
+        self._run = run
         self.kept: Tensor | None = None
         # Noted operations that read these values.
         self._readers: list[weakref.ref[_Base]] = []
@@ -72,6 +79,11 @@ class _Base:
             if known[self].numel() <= _MOST_KEPT:
                 self.kept = known[self]
         return known[self]
+
+    @property
+    def run(self) -> "ReadRun | None":
+        """Reads a run of the elements alone; ``None``: all must be read, or are kept."""
+        return self._run if self.kept is None else None
 
     def keep(self) -> None:
         """Keep the values for good."""
@@ -93,15 +105,18 @@ class _Base:
 
 # Values that one evaluation has found already; several operations may read the same base.
 _Known = dict[_Base, Tensor]
+# Reads the elements from the first number to the second, in row-major order, into new memory of one dim.
+ReadRun = Callable[[int, int], Tensor]
 
 
 @final
 class _Node:
-    """Values of a deferred tensor: those of a base, or a view of them."""
+    """Values of a deferred tensor: those of a base, or a view of them that begins at ``offset``, if that is known."""
 
-    def __init__(self, base: _Base, views: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
+    def __init__(self, base: _Base, views: tuple[Callable[[Tensor], Tensor], ...] = (), offset: int | None = 0) -> None:
         self.base = base
         self.views = views
+        self.offset = offset
 
     def value(self, known: "_Known") -> Tensor:
         """The values, which share memory with those of the base."""
@@ -179,15 +194,18 @@ class DeferredTensor(Tensor):
         return f"DeferredTensor({list(self.shape)}, {self.dtype}, not read yet)"
 
 
-def defer(like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> DeferredTensor:
+def defer(
+    like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None
+) -> DeferredTensor:
     """Deferred tensor with the metadata of ``like``, on ``device``.
 
     Args:
         like: Tensor on the meta device.
         device: Device of the values.
         read: Reads the values, into new memory on every call.
+        read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
     """
-    return DeferredTensor(like, device, _Node(_Base(lambda known: read())))
+    return DeferredTensor(like, device, _Node(_Base(lambda known: read(), read_run)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -200,6 +218,13 @@ def own_values(tensor: DeferredTensor) -> Tensor:
             return value
         own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return own.copy_(value)
+
+
+def run_of(tensor: DeferredTensor, start: int, stop: int) -> Tensor:
+    """Elements of ``tensor`` from number ``start`` to ``stop`` in row-major order; others are read only if need be."""
+    with torch.inference_mode(False), torch.no_grad():
+        run = _run_of(tensor)
+        return tensor._node.value({}).reshape(-1)[start:stop] if run is None else run(start, stop)
 
 
 def undefer(tensor: DeferredTensor) -> Tensor:
@@ -229,6 +254,15 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _run_of(tensor: DeferredTensor) -> ReadRun | None:
+    """Reads runs of ``tensor``, which is a run of its base; ``None``: it is none, or the base reads no runs."""
+    node = tensor._node
+    read, offset = node.base.run, node.offset
+    if read is None or offset is None or not tensor.is_contiguous():
+        return None
+    return lambda start, stop: read(offset + start, offset + stop)
+
+
 def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
@@ -242,13 +276,17 @@ def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[s
         made: Tensor = found if number is None else found[number]
         return made
 
+    def viewed(number: int | None, shape: Tensor) -> DeferredTensor:
+        # Views of another dtype count other elements, and a complex view may be a conjugate.
+        is_known = node.offset is not None and func is not _aten.as_strided.default
+        is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
+        offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
+        return DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number)), offset))
+
     shapes = func(_meta(base), *args, **kwargs)
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, base.device, _Node(node.base, (*node.views, partial(view, None))))
-    return type(shapes)(
-        DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number))))
-        for number, shape in enumerate(shapes)
-    )
+        return viewed(None, shapes)
+    return type(shapes)(viewed(number, shape) for number, shape in enumerate(shapes))
 
 
 def _noted(func: Any, leaves: list[Any], structure: Any) -> DeferredTensor | None:
@@ -266,10 +304,19 @@ def _noted(func: Any, leaves: list[Any], structure: Any) -> DeferredTensor | Non
     if not isinstance(shape, Tensor):
         return None
     nodes = [leaf._node if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
-    base = _Base(partial(_replayed, func, nodes, structure))
+    base = _Base(partial(_replayed, func, nodes, structure), _noted_run(func, given, shape, kwargs))
     for each in given:
         each._node.base.read_by(base)
     return DeferredTensor(shape, device, _Node(base))
+
+
+def _noted_run(func: Any, given: list[DeferredTensor], shape: Tensor, kwargs: dict[str, Any]) -> ReadRun | None:
+    """Computes runs of the result of an operation."""
+    if func not in _ELEMENTWISE or not shape.is_contiguous() or _run_of(given[0]) is None:
+        return None
+    source = DeferredTensor(_meta(given[0]), given[0].device, given[0]._node)
+    options = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return lambda start, stop: func(run_of(source, start, stop), **options)
 
 
 def _replayed(func: Any, nodes: Sequence[Any], structure: Any, known: _Known) -> Tensor:
