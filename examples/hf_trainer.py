@@ -4,8 +4,9 @@
     accelerate launch --config_file configs/accelerate/cpu_2.yaml examples/hf_trainer.py        # two stages
 
 A small BERT learns to tell Python code from prose in pieces of the standard library. It starts from random weights, or
-from the pretrained weights in a folder (``--pretrained FOLDER``), the tokens of which must be bytes. It is evaluated and saved after each epoch; started again, the script goes on where it has stopped, with another number of
-processes, too. All arguments of ``TrainingArguments`` can be given: ``--num_train_epochs 4 --learning_rate 1e-3``.
+from the pretrained weights in a folder (``--pretrained FOLDER``), whose tokens must be bytes. It is evaluated and saved
+after each epoch; started again, the script goes on where it has stopped, with another number of processes, too. All
+arguments of ``TrainingArguments`` can be given: ``--num_train_epochs 4 --learning_rate 1e-3``.
 """
 
 import sysconfig

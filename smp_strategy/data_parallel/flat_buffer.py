@@ -108,9 +108,8 @@ class FlatBuffer:
             self.own = torch.zeros(layout.own_numel, dtype=dtype, device=device)
         else:
             self.own = self._shard[self._own_part]
-        for number, parameter in enumerate(parameters):
-            if parameter.untyped_storage().nbytes():  # otherwise the caller fills its runs
-                self._put(number, parameter)
+        for number in (number for number, each in enumerate(parameters) if each.untyped_storage().nbytes()):
+            self._put(number, parameters[number])
         self._set_gradient_dtype(self._gradient_dtype)
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None
