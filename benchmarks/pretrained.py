@@ -6,7 +6,7 @@
 
 A model like Llama with random float32 weights is saved into several safetensors files, which stay in the system's
 memory. A LightningModule loads it by ``from_pretrained`` in ``configure_model``: on four stages (pp4), in a shard group
-of four (sdp4), in one plain process, and by FSDP2 as Accelerate loads it, where rank 0 reads everything.
+of four (sdp4), and in one plain process.
 
 The last line is JSON, each figure the worse one of pp4 and sdp4:
 
