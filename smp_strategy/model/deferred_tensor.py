@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.meta_tensors import leave_meta
 
-__all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", "undefer"]
+__all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "read_now", "run_of", "undefer"]
 
 # [Note: deferred operations]
 # A deferred tensor is a wrapper subclass: shape, strides, dtype and device without memory. Operations arrive in
@@ -36,6 +36,9 @@ __all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", 
 #   between ranks until those of rank 0 are sent to all. Values that it replaces are not read before.
 #
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
+#
+# A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
+# read as runs (`run_of`); for all else the whole tensor is read.
 
 # Values with at most this many elements are kept, since Python reads them again and again.
 _MOST_KEPT = 1024
@@ -54,6 +57,8 @@ _LIKE = frozenset(
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})
 # Operations that replace all values of their first argument.
 _REPLACING = frozenset({_aten.normal_.default, _aten.uniform_.default, _aten.copy_.default})
+# Operations that compute each element from the same element of their argument.
+_ELEMENTWISE = frozenset({_aten._to_copy.default, _aten.clone.default})
 # Methods that reach for memory without an operation.
 _OF_MEMORY = frozenset(
     {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__array__}
@@ -67,9 +72,11 @@ _OWN_ATTRIBUTES = ("_node", "_is_param")
 class _Base:
     """Memory of a deferred tensor and its views: computed when needed, or kept for good."""
 
-    def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
+    def __init__(self, compute: "Callable[[_Known], Tensor]", run: "ReadRun | None" = None) -> None:
         # Computes the values, in new memory.
         self._compute = compute
+        # Computes a run of them, if the memory is row-major.
+        self._run = run
         self.kept: Tensor | None = None
         self.is_changed = False
         self._num_uses = 0
@@ -92,14 +99,19 @@ class _Base:
                 self.kept = known[self]
         return known[self]
 
+    @property
+    def run(self) -> "ReadRun | None":
+        """Reads a run of the elements alone; ``None``: all must be read, or are kept."""
+        return self._run if self.kept is None and not self._changes else None
+
     def keep(self) -> None:
         """Keep the values for good."""
         if self.kept is None:
             self.kept = self.value({})
 
-    def read_through(self, views: "_Views") -> "_Node":
-        """What an operation reads that is noted now: these values, even if the base changes."""
-        node = _Node(self, views)
+    def read_through(self, node: "_Node") -> "_Node":
+        """What an operation reads that is noted now: the values of ``node``, even if the base changes."""
+        node = _Node(self, node.views, node.offset)
         self._readers.append(weakref.ref(node))
         return node
 
@@ -123,26 +135,29 @@ class _Base:
         self._readers = []
         if not readers:
             return
-        older = _Base(self._compute)
+        older = _Base(self._compute, self._run)
         older._changes, older._readers = self._changes, [weakref.ref(node) for node in readers]
         older.kept = None if self.kept is None else self.kept.clone()
         for node in readers:
             node.base = older
-        self._compute, self._changes = lambda known: older.value(known).clone(), []
+        self._compute, self._run, self._changes = lambda known: older.value(known).clone(), None, []
 
 
 # Values that one evaluation has found already; several operations may read the same base.
 _Known = dict[_Base, Tensor]
 _Views = tuple[Callable[[Tensor], Tensor], ...]
+# Reads the elements from the first number to the second, in row-major order, into new memory of one dim.
+ReadRun = Callable[[int, int], Tensor]
 
 
 @final
 class _Node:
-    """Values of a deferred tensor: those of a base, or a view of them."""
+    """Values of a deferred tensor: those of a base, or a view of them that begins at ``offset``, if that is known."""
 
-    def __init__(self, base: _Base, views: _Views = ()) -> None:
+    def __init__(self, base: _Base, views: _Views = (), offset: int | None = 0) -> None:
         self.base = base
         self.views = views
+        self.offset = offset
 
     def value(self, known: _Known) -> Tensor:
         """The values, which share memory with those of the base."""
@@ -230,15 +245,18 @@ class DeferredTensor(Tensor):
         return f"DeferredTensor({list(self.shape)}, {self.dtype}, not read yet)"
 
 
-def defer(like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> DeferredTensor:
+def defer(
+    like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None
+) -> DeferredTensor:
     """Deferred tensor with the metadata of ``like``, on ``device``.
 
     Args:
         like: Tensor on the meta device.
         device: Device of the values.
         read: Reads the values, into new memory on every call.
+        read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
     """
-    return DeferredTensor(like, device, _Node(_Base(lambda known: read())))
+    return DeferredTensor(like, device, _Node(_Base(lambda known: read(), read_run)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -251,6 +269,13 @@ def own_values(tensor: DeferredTensor) -> Tensor:
             return value
         own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return own.copy_(value)
+
+
+def run_of(tensor: DeferredTensor, start: int, stop: int) -> Tensor:
+    """Elements of ``tensor`` from number ``start`` to ``stop`` in row-major order; others are read only if need be."""
+    with torch.inference_mode(False), torch.no_grad():
+        run = _run_of(tensor)
+        return tensor._node.value({}).reshape(-1)[start:stop] if run is None else run(start, stop)
 
 
 def lacks_values(tensor: Tensor) -> bool:
@@ -288,6 +313,15 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _run_of(tensor: DeferredTensor) -> ReadRun | None:
+    """Reads runs of ``tensor``, which is a run of its base; ``None``: it is none, or the base reads no runs."""
+    node = tensor._node
+    read, offset = node.base.run, node.offset
+    if read is None or offset is None or not tensor.is_contiguous():
+        return None
+    return lambda start, stop: read(offset + start, offset + stop)
+
+
 def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
@@ -296,20 +330,24 @@ def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[s
     """Deferred views of ``base``."""
     node = base._node
     if func in _SAME:
-        return DeferredTensor(_meta(base), base.device, _Node(node.base, node.views))
+        return DeferredTensor(_meta(base), base.device, _Node(node.base, node.views, node.offset))
 
     def view(number: int | None, tensor: Tensor) -> Tensor:
         found = func(tensor, *args, **kwargs)
         made: Tensor = found if number is None else found[number]
         return made
 
+    def viewed(number: int | None, shape: Tensor) -> DeferredTensor:
+        # Views of another dtype count other elements, and a complex view may be a conjugate.
+        is_known = node.offset is not None and func is not _aten.as_strided.default
+        is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
+        offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
+        return DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number)), offset))
+
     shapes = func(_meta(base), *args, **kwargs)
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, base.device, _Node(node.base, (*node.views, partial(view, None))))
-    return type(shapes)(
-        DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number))))
-        for number, shape in enumerate(shapes)
-    )
+        return viewed(None, shapes)
+    return type(shapes)(viewed(number, shape) for number, shape in enumerate(shapes))
 
 
 def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
@@ -325,9 +363,9 @@ def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
     except (RuntimeError, TypeError):  # its shape depends on values, or it knows no meta device
         return None
     if isinstance(shapes, Tensor):
-        return DeferredTensor(
-            shapes, device, _Node(_Base(partial(_replayed, func, _operands(leaves), structure, None)))
-        )
+        operands = _operands(leaves)
+        run = _noted_run(func, leaves, operands, kwargs) if shapes.is_contiguous() else None
+        return DeferredTensor(shapes, device, _Node(_Base(partial(_replayed, func, operands, structure, None), run)))
     if not isinstance(shapes, tuple | list) or not all(isinstance(each, Tensor) for each in shapes):
         return None
     return type(shapes)(
@@ -342,9 +380,16 @@ def _meta_arguments(leaves: list[Any], structure: Any) -> Any:
 
 def _operands(leaves: list[Any]) -> list[Any]:
     """The same with what a noted operation reads in the place of deferred tensors."""
-    return [
-        leaf._node.base.read_through(leaf._node.views) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves
-    ]
+    return [leaf._node.base.read_through(leaf._node) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
+
+
+def _noted_run(func: Any, leaves: list[Any], operands: list[Any], kwargs: dict[str, Any]) -> ReadRun | None:
+    """Computes runs of the result of an operation, if that is row-major."""
+    if func not in _ELEMENTWISE or _run_of(leaves[0]) is None:
+        return None
+    source = DeferredTensor(_meta(leaves[0]), leaves[0].device, operands[0])
+    options = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return lambda start, stop: func(run_of(source, start, stop), **options)
 
 
 def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: _Known) -> Tensor:

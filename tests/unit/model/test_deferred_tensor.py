@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, undefer
+from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, run_of, undefer
 
 CPU = torch.device("cpu")
 VALUES = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
@@ -231,3 +231,78 @@ def test_changed_tensors_become_ordinary_ones():
     read_now(layer)
     assert type(other) is nn.Parameter
     assert torch.equal(other, VALUES)
+
+
+class FileOfRuns:
+    """File with one tensor, which counts the elements that are read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def tensor(self) -> DeferredTensor:
+        return defer(VALUES.to("meta"), CPU, lambda: self._run(0, VALUES.numel()).view(VALUES.shape), self._run)
+
+    def _run(self, start: int, stop: int) -> Tensor:
+        self.read += stop - start
+        return VALUES.flatten()[start:stop].clone()
+
+
+OF_RUNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x,
+    "parameter": lambda x: nn.Parameter(x[...]),
+    "cast": lambda x: x.to(torch.bfloat16).float(),
+    "rows of a cast": lambda x: x.double()[8:40],
+    "cast rows": lambda x: x[8:].chunk(2)[1].half(),
+    "reshaped": lambda x: x.view(-1, 2, 64)[3:].unsqueeze(0),
+    "one row": lambda x: x[7],
+}
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_a_run_of_elements_is_read_alone(name):
+    file = FileOfRuns()
+    deferred, expected = OF_RUNS[name](file.tensor()), OF_RUNS[name](VALUES.clone()).flatten()
+    for start, stop in ((0, 0), (5, 50), (0, len(expected))):
+        before = file.read
+        assert torch.equal(run_of(deferred, start, stop), expected[start:stop])
+        assert file.read - before == stop - start
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, 8:40],
+        lambda x: x * 2,
+        lambda x: torch.cat([x, x]),
+        lambda x: x.view(torch.int32),
+        lambda x: x[8:].as_strided((2, 64), (64, 1), 64),
+        lambda x: x.t().clone(),
+        lambda x: x[:1].expand(3, -1),
+    ],
+)
+def test_runs_of_other_tensors_have_the_same_values(make):
+    deferred, expected = make(FileOfRuns().tensor()), make(VALUES.clone()).reshape(-1)
+    assert torch.equal(run_of(deferred, 30, 90), expected[30:90])
+
+
+def test_a_run_has_the_values_of_its_time():
+    tensor = FileOfRuns().tensor()
+    cast = tensor.double()
+    with torch.no_grad():
+        tensor[0].fill_(3)
+    assert torch.equal(run_of(cast, 0, 70), VALUES.flatten()[:70].double())
+    assert torch.equal(run_of(tensor, 0, 64), torch.full((64,), 3.0))
+
+
+def test_a_cast_of_a_tensor_that_changes_afterwards_is_read_in_runs_of_the_old_values():
+    def run(start, stop):
+        return VALUES.reshape(-1)[start:stop].clone()
+
+    weight = defer(VALUES.to("meta"), CPU, VALUES.clone, run)
+    half = weight.to(torch.bfloat16)
+    with torch.no_grad():
+        weight[:2].mul_(2)
+    assert torch.equal(run_of(half, 10, 90), VALUES.bfloat16().reshape(-1)[10:90])
+    assert torch.equal(run_of(weight, 10, 90), own_values(weight).reshape(-1)[10:90])
+    assert torch.equal(own_values(weight)[:2], VALUES[:2] * 2)
