@@ -7,16 +7,16 @@ that it holds, and never the others. See [Note: deferred operations].
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_memory import DeferredMemory, DeferredView, Known, ReadRun
 from smp_strategy.model.meta_tensors import leave_meta
 
 __all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "read_now", "run_of", "undefer"]
@@ -40,10 +40,6 @@ __all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "
 # A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
 # read as runs (`run_of`); for all else the whole tensor is read.
 
-# Values with at most this many elements are kept, since Python reads them again and again.
-_MOST_KEPT = 1024
-# Values that are needed more often are kept as well: those of a model that computes and is never partitioned.
-_MOST_USES = 3
 _aten: Any = torch.ops.aten
 # Operations that take only metadata from their first argument.
 _LIKE = frozenset(
@@ -68,112 +64,13 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _OWN_ATTRIBUTES = ("_node", "_is_param")
 
 
-@final
-class _Base:
-    """Memory of a deferred tensor and its views: computed when needed, or kept for good."""
-
-    def __init__(self, compute: "Callable[[_Known], Tensor]", run: "ReadRun | None" = None) -> None:
-        # Computes the values, in new memory.
-        self._compute = compute
-        # Computes a run of them, if the memory is row-major.
-        self._run = run
-        self.kept: Tensor | None = None
-        self.is_changed = False
-        self._num_uses = 0
-        self._changes: list[Callable[[Tensor], object]] = []
-        self.history: list[str] = []
-        # What noted operations read.
-        self._readers: list[weakref.ref[_Node]] = []
-
-    def value(self, known: "_Known") -> Tensor:
-        """The values: those that are kept or ``known``, or new ones."""
-        if self.kept is not None:
-            return self.kept
-        if self not in known:
-            value = self._compute(known)
-            for change in self._changes:
-                change(value)
-            known[self] = value
-            self._num_uses += 1
-            if self._num_uses > _MOST_USES or value.numel() <= _MOST_KEPT:
-                self.kept = known[self]
-        return known[self]
-
-    @property
-    def run(self) -> "ReadRun | None":
-        """Reads a run of the elements alone; ``None``: all must be read, or are kept."""
-        return self._run if self.kept is None and not self._changes else None
-
-    def keep(self) -> None:
-        """Keep the values for good."""
-        if self.kept is None:
-            self.kept = self.value({})
-
-    def read_through(self, node: "_Node") -> "_Node":
-        """What an operation reads that is noted now: the values of ``node``, even if the base changes."""
-        node = _Node(self, node.views, node.offset)
-        self._readers.append(weakref.ref(node))
-        return node
-
-    def change_at_once(self, replaced: Tensor | None) -> None:
-        """The values are about to be changed in place; all of them are, if there is memory for them: ``replaced``."""
-        self._part_from_readers()
-        if self.kept is None and replaced is not None:
-            self.kept = replaced
-        self.keep()
-        self.is_changed = True
-
-    def change_later(self, change: Callable[[Tensor], object], text: str) -> None:
-        """Let ``change``, of which ``text`` tells all, change the values when they are computed; they are not kept."""
-        self._part_from_readers()
-        self._changes.append(change)
-        self.history.append(text)
-
-    def _part_from_readers(self) -> None:
-        """Leave the values until now to a base of their own if something reads them."""
-        readers = [node for reference in self._readers if (node := reference()) is not None]
-        self._readers = []
-        if not readers:
-            return
-        older = _Base(self._compute, self._run)
-        older._changes, older._readers = self._changes, [weakref.ref(node) for node in readers]
-        older.kept = None if self.kept is None else self.kept.clone()
-        for node in readers:
-            node.base = older
-        self._compute, self._run, self._changes = lambda known: older.value(known).clone(), None, []
-
-
-# Values that one evaluation has found already; several operations may read the same base.
-_Known = dict[_Base, Tensor]
-_Views = tuple[Callable[[Tensor], Tensor], ...]
-# Reads the elements from the first number to the second, in row-major order, into new memory of one dim.
-ReadRun = Callable[[int, int], Tensor]
-
-
-@final
-class _Node:
-    """Values of a deferred tensor: those of a base, or a view of them that begins at ``offset``, if that is known."""
-
-    def __init__(self, base: _Base, views: _Views = (), offset: int | None = 0) -> None:
-        self.base = base
-        self.views = views
-        self.offset = offset
-
-    def value(self, known: _Known) -> Tensor:
-        """The values, which share memory with those of the base."""
-        found = self.base.value(known)
-        for view in self.views:
-            found = view(found)
-        return found
-
-
 class DeferredTensor(Tensor):
     """Tensor whose values are read at the first use. Make one by :func:`defer`."""
 
-    _node: _Node
+    _node: DeferredView
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, node: _Node) -> "DeferredTensor":
+    def __new__(cls, like: Tensor, device: torch.device, node: DeferredView) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -256,7 +153,7 @@ def defer(
         read: Reads the values, into new memory on every call.
         read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
     """
-    return DeferredTensor(like, device, _Node(_Base(lambda known: read(), read_run)))
+    return DeferredTensor(like, device, DeferredView(DeferredMemory(lambda known: read(), read_run)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -264,7 +161,7 @@ def own_values(tensor: DeferredTensor) -> Tensor:
     node = tensor._node
     with torch.inference_mode(False), torch.no_grad():
         value = node.value({})
-        is_new = node.base.kept is None and value.untyped_storage().nbytes() == value.nbytes
+        is_new = node.base.is_new and value.untyped_storage().nbytes() == value.nbytes
         if is_new and value.stride() == tensor.stride() and value.device == tensor.device:
             return value
         own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -330,7 +227,7 @@ def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[s
     """Deferred views of ``base``."""
     node = base._node
     if func in _SAME:
-        return DeferredTensor(_meta(base), base.device, _Node(node.base, node.views, node.offset))
+        return DeferredTensor(_meta(base), base.device, DeferredView(node.base, node.views, node.offset))
 
     def view(number: int | None, tensor: Tensor) -> Tensor:
         found = func(tensor, *args, **kwargs)
@@ -342,7 +239,7 @@ def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[s
         is_known = node.offset is not None and func is not _aten.as_strided.default
         is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
         offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
-        return DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number)), offset))
+        return DeferredTensor(shape, base.device, DeferredView(node.base, (*node.views, partial(view, number)), offset))
 
     shapes = func(_meta(base), *args, **kwargs)
     if isinstance(shapes, Tensor):
@@ -365,11 +262,15 @@ def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
     if isinstance(shapes, Tensor):
         operands = _operands(leaves)
         run = _noted_run(func, leaves, operands, kwargs) if shapes.is_contiguous() else None
-        return DeferredTensor(shapes, device, _Node(_Base(partial(_replayed, func, operands, structure, None), run)))
+        return DeferredTensor(
+            shapes, device, DeferredView(DeferredMemory(partial(_replayed, func, operands, structure, None), run))
+        )
     if not isinstance(shapes, tuple | list) or not all(isinstance(each, Tensor) for each in shapes):
         return None
     return type(shapes)(
-        DeferredTensor(shape, device, _Node(_Base(partial(_replayed, func, _operands(leaves), structure, number))))
+        DeferredTensor(
+            shape, device, DeferredView(DeferredMemory(partial(_replayed, func, _operands(leaves), structure, number)))
+        )
         for number, shape in enumerate(shapes)
     )
 
@@ -392,8 +293,8 @@ def _noted_run(func: Any, leaves: list[Any], operands: list[Any], kwargs: dict[s
     return lambda start, stop: func(run_of(source, start, stop), **options)
 
 
-def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: _Known) -> Tensor:
-    values = [each.value(known) if isinstance(each, _Node) else each for each in operands]
+def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: Known) -> Tensor:
+    values = [each.value(known) if isinstance(each, DeferredView) else each for each in operands]
     args, kwargs = pytree.tree_unflatten(values, structure)
     with torch.no_grad():
         result = func(*args, **kwargs)
@@ -402,7 +303,7 @@ def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | 
 
 
 def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
-    known: _Known = {}
+    known: Known = {}
     values = [leaf._node.value(known) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(values, structure)
     return func(*args, **kwargs)
@@ -489,7 +390,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     if isinstance(data, DeferredTensor):
         node = data._node
     else:
-        node = _Node(_Base(lambda known: data.detach()))
+        node = DeferredView(DeferredMemory(lambda known: data.detach()))
         node.base.change_at_once(data.detach())
     with torch._C.DisableTorchFunctionSubclass():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))

@@ -306,3 +306,13 @@ def test_a_cast_of_a_tensor_that_changes_afterwards_is_read_in_runs_of_the_old_v
     assert torch.equal(run_of(half, 10, 90), VALUES.bfloat16().reshape(-1)[10:90])
     assert torch.equal(run_of(weight, 10, 90), own_values(weight).reshape(-1)[10:90])
     assert torch.equal(own_values(weight)[:2], VALUES[:2] * 2)
+
+
+def test_a_look_at_a_small_tensor_does_not_part_it_from_its_file():
+    small = defer(VALUES[0].to("meta"), CPU, VALUES[0].clone)
+    small.norm().item()
+    with torch.no_grad():
+        small.mul_(2)
+    assert not small.is_changed
+    assert small.history == ("aten.mul_.Tensor[2]",)
+    assert torch.equal(own_values(small), VALUES[0] * 2)
