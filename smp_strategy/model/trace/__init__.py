@@ -2,7 +2,8 @@
 
 In reading order:
 
-* ``tensor_spec.py``, ``pytree.py``, ``metadata_ops.py``: tensor metadata, nested containers, harmless operations.
+* ``tensor_spec.py``, ``pytree.py``, ``opened_objects.py``, ``metadata_ops.py``: tensor metadata, nested containers,
+  objects with tensors inside, harmless operations.
 * ``prediction.py``: data types for a callee and its predicted result.
 * ``shape_inference.py``: shape propagation through fake tensors, with a cache of predictions.
 * ``fake_call.py``, ``dispatch.py``: fake arguments for one call; dispatch mode that answers value-dependent operations.

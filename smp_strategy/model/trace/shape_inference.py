@@ -27,9 +27,10 @@ from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, stand_in, tensors_of, tracked
 from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.opened_objects import without_validation
 from smp_strategy.model.trace.parametrize_cache import uncached
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
-from smp_strategy.model.trace.pytree import flatten, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
 from smp_strategy.model.trace.snapshot import Snapshot
@@ -156,6 +157,7 @@ class ShapeInference:
         with (
             tracked(),
             uncached(),
+            without_validation(),
             frozen_rng() as python_drew,
             Snapshot(modules=modules, tensors_of=modules),
             self._mode,
@@ -174,7 +176,7 @@ class ShapeInference:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
             self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
-        kept = watched(flatten(result)[0])
+        kept = watched(flatten_result(result)[0])
         return describe(
             result,
             fakes,
