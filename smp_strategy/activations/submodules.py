@@ -6,6 +6,7 @@ PyTorch's `checkpoint`, which the compiler knows.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -44,6 +45,10 @@ class SubmoduleCalls:
     def give_back(self) -> None:
         """Restore the modules' own ``forward``."""
         self._stand_ins.give_back()
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Context in which the modules have their own ``forward``."""
+        return self._stand_ins.lifted()
 
     def _replacement(self, name: str, part: nn.Module, treatment: ActivationPolicy) -> Callable[..., Any]:
         original = part.forward

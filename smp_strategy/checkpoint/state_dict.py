@@ -8,7 +8,7 @@ A tensor that several ranks hold is offered by all of them; the write plan settl
 replica has its own (buffers, extra state) is offered by the first replica only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ __all__ = [
     "gradient_state",
     "kept_by",
     "module_state",
+    "named_state",
     "optimizer_state",
     "tied_names",
     "whole_module_state",
@@ -45,6 +46,21 @@ def module_state(holdings: LocalShards) -> dict[str, Any]:
                     state[name] = holdings.values(value, aliases=aliases.get(name, ()))
             elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
                 state[name] = HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
+    return state
+
+
+def named_state(holdings: LocalShards, names: Iterable[str]) -> dict[str, Any]:
+    """This rank's shards of some parameters and buffers, by their first names."""
+    state: dict[str, Any] = {}
+    with in_plain_sight():
+        tensors = {**dict(holdings.module.named_parameters()), **dict(holdings.module.named_buffers())}
+        for name in names:
+            value = tensors[name]
+            if isinstance(value, nn.Parameter):
+                if holdings.is_here(value):
+                    state[name] = holdings.values(value)
+            elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
+                state[name] = HeldTensor.whole(value.detach())
     return state
 
 

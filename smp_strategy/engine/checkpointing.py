@@ -8,13 +8,14 @@ Before the first step every rank has the whole module, and the partition is not 
 state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_state`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.full_state_dict import gradients, numbered, numbers_of, optimizer_state_dict
+from smp_strategy.checkpoint.full_state_dict import collect, gradients, numbered, numbers_of, optimizer_state_dict
 from smp_strategy.checkpoint.load import (
     GRADIENTS,
     MODULE,
@@ -30,6 +31,7 @@ from smp_strategy.checkpoint.state_dict import (
     gradient_state,
     kept_by,
     module_state,
+    named_state,
     optimizer_state,
     whole_module_state,
     whole_optimizer_state,
@@ -179,6 +181,36 @@ class SavedState:
             with self._parts.views.put_aside():
                 return self._parts.local_model.full_state_dict()
         return self._parts.module.state_dict() if self._parts.mesh.rank == 0 else {}
+
+    def full_values(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Values of these parameters and buffers, by their first names, on global rank 0; ``{}`` elsewhere. Collective.
+
+        Unlike :meth:`full_state_dict` it knows buffers that are not persistent, and nothing of the user's hooks.
+        """
+        module, local_model = self._parts.module, self._parts.local_model
+        assert module is not None
+        if local_model is None or local_model.whole_on != "none":
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            return {name: tensors[name].detach() for name in names} if self.is_first else {}
+        with self._parts.views.put_aside():
+            local_model.settle()
+            return collect(named_state(local_model.holdings, names))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0, which gets full states."""
+        return self._parts.mesh.rank == 0
+
+    @contextmanager
+    def looking_plain(self) -> Iterator[None]:
+        """Context between steps in which modules look as before a run; their values stay as they are. Collective."""
+        local_model, split = self._parts.local_model, self._parts.layout.split
+        with ExitStack() as stack:
+            stack.enter_context(self._parts.views.put_aside())
+            stack.enter_context(self._parts.calls.lifted())
+            if split is not None and local_model is not None and not local_model.is_whole_here:
+                stack.enter_context(split.looking_dense())
+            yield
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""

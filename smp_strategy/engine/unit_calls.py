@@ -6,7 +6,8 @@ collectives that the user calls outside of steps are watched.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -112,6 +113,23 @@ class UnitCalls:
         self._weight_hooks.clear()
         if self.mixed_precision is not None:
             self.mixed_precision.let_go()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Context between steps in which units look as if they were not intercepted."""
+        with ExitStack() as stack:
+            if self._parts is not None:
+                stack.enter_context(self._parts.lifted())
+            stack.enter_context(self._stand_ins.lifted())
+            for name, module in self._units.items():
+                show_backward_hooks(module)
+                show_weight_hooks(module, self._weight_hooks[name])
+            try:
+                yield
+            finally:
+                for module in self._units.values():
+                    hide_backward_hooks(module)
+                    hide_weight_hooks(module)
 
     def close(self) -> None:
         """Close the runtime's threads, and stop watching collectives."""

@@ -2,7 +2,8 @@
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Self, final
 
 from torch import nn
@@ -48,6 +49,17 @@ class Patches:
             return method(*args, **kwargs)
 
         self.put(module, name, types.MethodType(instead, module))
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Context in which they are undone."""
+        put = [(owner, name, vars(owner)[name]) for owner, name, _ in self._before]
+        self.give_back()
+        try:
+            yield
+        finally:
+            for owner, name, value in put:
+                self.put(owner, name, value)
 
     def give_back(self) -> None:
         """Undo all replacements, the latest first."""

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -45,6 +45,7 @@ from smp_strategy.integrations.lightning.checkpoint_content import (
     snapshot,
     split_checkpoint,
 )
+from smp_strategy.integrations.lightning.checkpoint_objects import put_whole_objects
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.tree import Tree
@@ -69,6 +70,9 @@ class CheckpointHooks:
         tree: the Lightning tree in use.
         engine: returns the engine of the run.
         resume: adds and loads the state for exact resumption.
+
+    Attributes:
+        looking_plain: context in which parts of the module have no patches of this package.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class CheckpointHooks:
         self._engine = engine
         self._resume = resume
         self._saves: AsyncSaves | None = None
+        self.looking_plain: Callable[[], AbstractContextManager[None]] = nullcontext
         # An error has come out of a step: ranks may be in different places of it.
         self._is_torn = False
         # Result of the vote on saving after an error; None: no vote yet.
@@ -114,6 +119,9 @@ class CheckpointHooks:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
         self._resume.add_state(checkpoint)
+        module, optimizers = self._strategy.lightning_module, list(map(unwrap, self._strategy.optimizers))
+        assert module is not None
+        put_whole_objects(checkpoint, self._engine().saved, module, optimizers, self.looking_plain)
         if not self._is_sharded and "optimizer_states" in checkpoint:
             checkpoint[PARAMETER_NAMES] = self._parameter_names()
         saves = self._saves

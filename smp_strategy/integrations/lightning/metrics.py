@@ -17,6 +17,7 @@ the next run.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 from weakref import ref
 
@@ -59,6 +60,10 @@ class MetricUpdates:
             self._patches.put(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
                 self._patches.put(metric, "process_group", self._engine.mesh.dp_group)
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Context in which the metrics are as without patches."""
+        return self._patches.lifted()
 
     def remove(self, *, failed: bool) -> None:
         """Restore the methods, and share the states of metrics inside units. Collective, unless the run ``failed``."""

@@ -253,6 +253,7 @@ class StrategyHooks(DelegatingStrategy):
         updates = MetricUpdates(self.engine, module)
         self._patches.callback(lambda: updates.remove(failed=self._has_failed))
         updates.install()
+        self._checkpoints.looking_plain = updates.lifted
         hooks = UserHooks(self.engine, module, self.tree)
         self._patches.callback(hooks.remove)
         hooks.install(trainer.callbacks)
