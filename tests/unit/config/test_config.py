@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from smp_strategy.config.config import Schedule, SMPConfig
+from smp_strategy.config.config import Schedule, SMPConfig, option_types
+from smp_strategy.config.environment import note_on_others
 from smp_strategy.config.options import PartitionOptions, PipelineOptions
 from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE, named_replicas, parse_recipe
 from smp_strategy.errors import ConfigError, SMPError, printable
@@ -332,10 +333,57 @@ def test_a_wrong_recipe_variable_is_told(monkeypatch):
         SMPConfig.from_options()
 
 
-def test_a_variable_that_is_no_option_is_refused(monkeypatch):
-    monkeypatch.setenv("SMP_DEGREE", "2")
-    with pytest.raises(ConfigError, match="SMP_DEGREE names no option of smp_strategy. Unset it."):
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("SMP_MICROBATCH", "SMP_MICROBATCHES"),
+        ("SMP_PARTITION", "SMP_PARTITIONS"),
+        ("SMP_PIPELINE_PARALLEL_SIZE", "SMP_PIPELINE_PARALLEL_DEGREE"),
+        ("SMP_LOSS_REDUCTIONS", "SMP_LOSS_REDUCTION"),
+        ("SMP_CONFIGS", "SMP_CONFIG"),
+    ],
+)
+def test_a_variable_that_is_nearly_an_option_is_refused(monkeypatch, variable, meant):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(ConfigError, match=f"{variable} names no option of smp_strategy. Did you mean {meant}[?] Rena"):
         SMPConfig.from_options()
+
+
+OF_OTHERS = (
+    "SMP_D2D_GPU_BUFFER_SIZE_BYTES",
+    "SMP_DISABLE_D2D",
+    "SMP_ENABLE_CROSS_NODE_D2D",
+    "SMP_FOO",
+    "SMP_LOG_LEVEL",
+)
+
+
+@pytest.mark.parametrize("variable", [*OF_OTHERS, "SMP_NCCL_THROTTLE_LIMIT", "SMP_CONFIG_PATH", "SMP_HOME"])
+def test_variables_of_other_programs_are_no_mistake(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert SMPConfig.from_options() == SMPConfig()
+
+
+def test_one_note_names_the_variables_of_other_programs():
+    environ = {"SMP_FOO": "1", "SMP_DISABLE_D2D": "0", "SMP_MICROBATCHES": "2", "SMP_LOSS_IN_MODEL": "auto", "PATH": ""}
+    assert note_on_others(environ, option_types()) == (
+        "Environment variables that name no option of smp_strategy have no effect on it: SMP_DISABLE_D2D (of "
+        "SageMaker's library), SMP_FOO."
+    )
+    assert note_on_others({"SMP_CONFIG": "pp2", "SMP_PARTITIONS": "2"}, option_types()) is None
+
+
+@pytest.mark.parametrize("other", ["SMP_PARTITIONS", "SMP_pipeline_parallel_degree"])
+def test_two_variables_of_one_option_must_agree(other):
+    environ = {"SMP_PIPELINE_PARALLEL_DEGREE": "4", other: "2"}
+    named = f"{other}=2" if other.isupper() else "SMP_PIPELINE_PARALLEL_DEGREE=4"
+    with pytest.raises(ConfigError, match=f"{named} and SMP_.* are the same option, but they differ. Unset one"):
+        SMPConfig.from_variables(environ)
+    assert SMPConfig.from_variables({**environ, other: "4"}).pipeline_parallel_degree == 4
+
+
+def test_an_alias_beside_the_default_of_its_option_counts():
+    assert SMPConfig.from_options(partitions=2, pipeline_parallel_degree=None).pipeline_parallel_degree == 2
 
 
 @pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"])
