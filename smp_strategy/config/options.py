@@ -36,6 +36,8 @@ Gather = Literal["auto", "step", "use"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
+# Planning takes minutes for more.
+MOST_MICROBATCHES = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class PipelineOptions:
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
         found += at_least_one(self, "virtual_pipeline_degree")
+        if self.microbatches is not None and self.microbatches > MOST_MICROBATCHES:
+            found.append(
+                f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
+                "actions for each of them. Choose about 4 times the number of stages."
+            )
         found += one_of(self, "pipeline", typing.get_args(Schedule))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]

@@ -35,7 +35,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
+from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
@@ -180,6 +180,7 @@ class Engine:
         if self._parts.module is None:
             shape = choose_shape(self.config, module, self._parts.report)
             measuring_device(self.config, self.device)
+            refuse_unwritable_file(self.config)
             self._parts.module = module
             mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
             self._parts.known_mesh = mesh

@@ -3,6 +3,7 @@
 Reading order::
 
     launch.py, launch_options.py          patches of `accelerate launch`; `smp_config` becomes SMP_* variables
+    own_options.py                        options that only scripts with Accelerate have
     plugin.py                             SMPPlugin, which adds the hooks to an Accelerator under construction
     validation.py                         errors about unsupported options, models and optimizers
     session.py                            Session, the state that all hooks share; HookBase
