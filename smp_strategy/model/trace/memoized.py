@@ -1,4 +1,4 @@
-"""Functions under ``functools.lru_cache`` (tables of positions, masks): a dry run leaves no fake tensors in their caches.
+"""Functions under ``functools.lru_cache`` (tables of positions, masks): dry runs leave no fake tensors in their caches.
 
 Nothing can be taken out of such a cache, and it does not tell what it holds. But the garbage collector knows what an
 object refers to. A cache that has got a fake tensor is emptied: its function computes the others again, too.

@@ -45,7 +45,7 @@ class LeafSlot:
     device = torch.device("cpu")
 
 
-class _Form(NamedTuple):
+class _ObjectForm(NamedTuple):
     """Structure of an opened object."""
 
     kind: type
@@ -70,11 +70,11 @@ class _Opened:
         elif base is not None:
             contents = [list(base.__iter__(value)) if base in (list, tuple) else dict(_items(base, value))]
         factory = getattr(value, "default_factory", None) if base is collections.defaultdict else None
-        self.form = _Form(kind, base, factory, tuple(attributes))
+        self.form = _ObjectForm(kind, base, factory, tuple(attributes))
         self.children = [*contents, *attributes.values()]
 
 
-def _put_together(children: Iterable[Any], form: _Form) -> Any:
+def _put_together(children: Iterable[Any], form: _ObjectForm) -> Any:
     kind, base, factory, names = form
     children = list(children)
     contents: Any = None if base is None else children.pop(0)
