@@ -244,3 +244,57 @@ def boxes(net: Any, x: Tensor) -> Tensor:
 def test_an_object_of_any_class_as_an_argument_is_refused_by_name() -> None:
     case = Case(lambda: Blocks(boxes, TakesBox))
     assert "meets a placed tensor, which came there in an object or an attribute" in refusal(case)
+
+
+class Once(dict[str, Any]):
+    """A registry that refuses a second entry of the same name, and does not give back any."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self:
+            raise KeyError(name)
+        super().__setitem__(name, value)
+
+    def _refuse(self, *args: Any) -> None:
+        raise TypeError("only by name")
+
+    __delitem__ = pop = update = clear = _refuse
+
+    def forget(self) -> None:
+        dict.clear(self)
+
+
+class Entries(list[Any]):
+    """A list that can only be appended to."""
+
+    def _refuse(self, *args: Any) -> None:
+        raise TypeError("only by `append`")
+
+    extend = clear = pop = insert = __setitem__ = __delitem__ = _refuse
+
+    def forget(self) -> None:
+        list.clear(self)
+
+
+class Registered(Actor):
+    """Keeps features in containers that refuse most changes, and has a configuration that refuses all."""
+
+    def __init__(self) -> None:
+        super().__init__(Box, of_box)
+        self.config = Frozen(width=WIDTH)
+        self.proxy = types.MappingProxyType({"width": WIDTH})
+        self.once, self.entries = Once(), Entries()
+
+    def loss(self, batch: Any) -> Tensor:
+        assert self.config["width"] == self.proxy["width"] == WIDTH
+        h = self.trunk(batch["x"])
+        self.once["first"] = h
+        self.entries.append(h * 2)
+        loss = self.use(self.actor(h), self.critic(h))
+        loss = loss + self.once["first"].mean() + self.entries[-1].square().mean()
+        self.once.forget()
+        self.entries.forget()
+        return loss
+
+
+def test_containers_that_refuse_changes_are_put_back_all_the_same() -> None:
+    check(Case(Registered, differs=USES), 2)

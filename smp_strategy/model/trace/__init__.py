@@ -12,7 +12,7 @@ In reading order:
 * ``events.py``: recorded program of one microbatch, the input of planning and routing.
 * ``side_effects.py``, ``context_containers.py``: mutations of arguments and of context variables, as results of a call.
 * ``exposed_attributes.py``: attributes of units that code above them reads, as arguments and results of a call.
-* ``snapshot.py``: capture, diff and restore of modules, containers and objects.
+* ``snapshot.py``, ``past_overrides.py``: capture, diff and restore of modules, containers and objects.
 * ``undo_variables.py``, ``undo_iterators.py``, ``memoized.py``, ``user_code.py``: the same for globals, closures,
   iterators and functions under ``functools.lru_cache``.
 * ``func_transforms.py``, ``parametrize_cache.py``: ``torch.func`` under saved-tensor hooks; ``parametrize.cached()``.
