@@ -82,6 +82,7 @@ class Engine:
         known: returns the data loader's facts about the samples in the next batch.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
             rank may have only those that it applies. Set it before the first step.
+        num_updates: number of steps of optimizers so far.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Engine:
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.gradients_are_seen = False
+        self.num_updates = 0
         self._kinds: set[str] = set()
 
     # Setting up
@@ -396,6 +398,7 @@ class Engine:
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""
+        self.num_updates += 1
         if self._parts.local_model is not None:
             self._parts.local_model.end_update(optimizer)
         if self._calls.mixed_precision is not None:
@@ -429,16 +432,26 @@ class Engine:
         Returns:
             The result of ``hook``, with real tensors on every rank.
         """
-        if self._calls.runtime is None or self.views.is_open:
+        if self.views.is_open:
             return hook()
+        if self._calls.runtime is None:
+            return self.views.run_ahead(hook, self._opened, lambda: self._calls.runtime is not None)
+        with self._opened() as real:
+            return real(hook())
+
+    @contextmanager
+    def _opened(self) -> Iterator[Callable[[Any], Any]]:
         if not self.is_spread:
             with self.views.states.shown():
-                return hook()
+                yield lambda result: result
+            return
+        assert self._calls.runtime is not None
         self.local_model.settle()
         self._calls.in_hook = True
         try:
             with nullcontext() if self.layout.group is None else self.layout.group.in_hook():
-                return self.views.run(hook, self._calls.runtime)
+                with self.views.opened(self._calls.runtime) as real:
+                    yield real
         finally:
             self._calls.in_hook = False
 

@@ -16,7 +16,7 @@ from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 
-__all__ = ["entered", "rehearse", "run_alone", "survey"]
+__all__ = ["alone", "entered", "rehearse", "run_alone", "survey"]
 
 
 def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
@@ -30,12 +30,18 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
     Returns:
         The result of ``code``, with real tensors on every stage.
     """
+    with alone(runtime, generators) as program:
+        return runtime.stage.make_real(code(program))
+
+
+@contextmanager
+def alone(runtime: Runtime, generators: GlobalGenerators) -> Iterator[MicrobatchInterpreter]:
+    """Context of code of the glue that runs once, with its program; see :func:`run_alone`."""
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, generators=generators, current=runtime.current)
     with entered(runtime, program):
-        result = runtime.stage.make_real(code(program))
+        yield program
     runtime.flush()
     program.close()
-    return result
 
 
 @contextmanager

@@ -19,7 +19,7 @@ stages as in a step.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -172,13 +172,6 @@ class HookView:
             return self._for_each(func, name, args, kwargs)
         with in_plain_sight():
             return self._call(func, name, args, kwargs)
-
-    def run(self, hook: Callable[[], Any]) -> Any:
-        """Run ``hook``; its result has values on every stage."""
-        with self.shown():
-            result = hook()
-            self.agree()
-            return self.real(result)
 
     def agree(self) -> None:
         """Verify that the hook did the same on all stages; collective.

@@ -1,7 +1,8 @@
 """Hook views: the user's running hook sees the full model, across stages or over the shards of a single stage."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -14,7 +15,7 @@ from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.surveys import run_alone
+from smp_strategy.pipeline.surveys import alone
 from smp_strategy.pipeline.transport import Transport
 
 __all__ = ["Views"]
@@ -34,6 +35,8 @@ class Views:
         self.states = FullOptimizerState()
         self._make: Callable[[], HookView | FullParameters] | None = None
         self._view: HookView | FullParameters | None = None
+        self._depth = 0  # of contexts that put the view aside
+        self._late: Callable[[], None] | None = None  # opens the view of a hook that has begun without one
 
     def begin(
         self,
@@ -59,8 +62,13 @@ class Views:
         """Whether a hook runs."""
         return self._view is not None
 
-    def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
-        """Run ``hook`` with a view; its result has values on every stage. Calls of units go to ``runtime``."""
+    @contextmanager
+    def opened(self, runtime: Runtime) -> Iterator[Callable[[Any], Any]]:
+        """Context of a hook with a view; gives what makes its result real on every stage. Collective.
+
+        Args:
+            runtime: Answers calls of units.
+        """
         assert self._make is not None
         view = self._view = self._make()
         try:
@@ -68,20 +76,54 @@ class Views:
             with self.states.shown():
                 if isinstance(view, FullParameters):
                     with view.shown():
-                        return hook()
-                return run_alone(runtime, lambda _: view.run(hook), view.generators)
+                        yield lambda result: result
+                else:
+                    with alone(runtime, view.generators), view.shown():
+                        yield partial(_real, view, runtime)
         finally:
             self._view = None
+
+    def run_ahead(
+        self,
+        hook: Callable[[], Any],
+        opened: Callable[[], AbstractContextManager[Callable[[Any], Any]]],
+        is_ready: Callable[[], bool],
+    ) -> Any:
+        """Run ``hook`` that begins before the module is partitioned, with a view once it is, after a step in the hook.
+
+        Args:
+            hook: Code of the user.
+            opened: Context of a hook with a view.
+            is_ready: Whether the module is partitioned.
+        """
+        before, made = self._late, list[Callable[[Any], Any]]()
+        with ExitStack() as stack:
+
+            def late() -> None:
+                if is_ready():
+                    self._late = None
+                    made.append(stack.enter_context(opened()))
+
+            self._late = late
+            try:
+                result = hook()
+                return made[0](result) if made else result
+            finally:
+                self._late = before
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
         """Context inside of a hook in which the library and optimizers work on parameters as outside of hooks."""
         view, self._view = self._view, None
+        self._depth += 1
         try:
             with nullcontext() if view is None else view.hidden(), self.states.hidden():
                 yield
         finally:
             self._view = view
+            self._depth -= 1
+        if self._late is not None and not self._depth:
+            self._late()
 
     def collected(self, tree: Any) -> Any:
         """``tree``, made by the running hook, with values on the first rank of the replica; collective."""
@@ -90,3 +132,9 @@ class Views:
     def held(self, tree: Any) -> Any:
         """``tree``, made by the running hook, with a :class:`HeldTensor` for each tensor that lives on stages."""
         return self._view.held(tree) if isinstance(self._view, HookView) else tree
+
+
+def _real(view: HookView, runtime: Runtime, result: Any) -> Any:
+    """``result`` of a hook with values on every stage, all of which did the same."""
+    view.agree()
+    return runtime.stage.make_real(view.real(result))

@@ -13,13 +13,17 @@ data-parallel strategy: ``on_after_backward`` sees local sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.watched_collectives import reduce_numbers
 from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metrics import share_value
 from smp_strategy.integrations.lightning.tree import Tree
@@ -34,7 +38,7 @@ _LOGGING = (
     *(f"on_{loop}_{moment}" for loop in _LOOPS for moment in _MOMENTS),
     *("on_sanity_check_start", "on_sanity_check_end", *_BACKWARD, "configure_gradient_clipping"),
 )
-# They enclose the step, which logs by itself.
+# They enclose the step, which logs by itself, or are in the midst of it.
 _ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
 # Their results go into the checkpoint.
 _SAVING = ("on_save_checkpoint", "state_dict")
@@ -85,7 +89,12 @@ class UserHooks:
             self._install(callback, callback_class, _SAVING)
 
     def _install(self, owner: Any, kind: type, saving: Iterable[str]) -> None:
-        stand_ins = [(_LOGGING, self._logging), (_ENCLOSING, self._enclosing), (saving, self._saving)]
+        stand_ins = [
+            (_LOGGING, self._logging),
+            (_ENCLOSING[:1], self._around_step),
+            (_ENCLOSING[1:], self._enclosing),
+            (saving, self._saving),
+        ]
         for names, stand_in in stand_ins:
             for name in names:
                 if self._is_users(name, owner, kind):
@@ -120,8 +129,45 @@ class UserHooks:
 
         return run
 
-    def _enclosing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._engine.run_hook(lambda: hook(*args, **kwargs))
+    def _around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return self._enclosing(hook, updates=True)
+
+    def _enclosing(self, hook: Callable[..., Any], *, updates: bool = False) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, before = tuple(map(self._outside, args)), self._engine.num_updates
+            result = self._engine.run_hook(lambda: hook(*args, **kwargs))
+            if updates:
+                self._agree_on_updates(self._engine.num_updates - before)
+            return result
+
+        return run
+
+    def _agree_on_updates(self, number: int) -> None:
+        """Refuse a hook that has updated the weights on some of the replicas only. Collective."""
+        mesh = self._engine.mesh
+        if mesh.dp == 1:
+            return
+        extremes = torch.tensor([number, -number], dtype=torch.int32, device="cpu")
+        reduce_numbers(extremes, dist.ReduceOp.MAX, group=mesh.dp_group, doing="the end of `optimizer_step`").wait()
+        most, least = extremes[0].item(), -extremes[1].item()
+        if most != least:
+            raise UnsupportedError(
+                f"`optimizer_step` has updated the weights {number} times on this rank, and {least} to {most} times on "
+                "the replicas: their losses, which are of different samples, have led them to different decisions. "
+                "Decide by a number that is the same on all ranks, such as `self.trainer.strategy.reduce(loss)`."
+            )
+
+    def _outside(self, argument: Any) -> Any:
+        """``argument``; if it is a closure, one that leaves the hook: the step is no part of it."""
+        if not isinstance(argument, self._tree.pytorch("loops.optimization.closure").AbstractClosure):
+            return argument
+
+        @wraps(argument)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            with self._engine.views.put_aside():
+                return argument(*args, **kwargs)
+
+        return closure
 
     def _saving(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
