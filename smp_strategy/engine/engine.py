@@ -449,9 +449,9 @@ class Engine:
         self.local_model.settle()
         self._calls.in_hook = True
         try:
-            with nullcontext() if self.layout.group is None else self.layout.group.in_hook():
-                with self.views.opened(self._calls.runtime) as real:
-                    yield real
+            in_hook = nullcontext() if self.layout.group is None else self.layout.group.in_hook()
+            with in_hook, self.views.opened(self._calls.runtime) as real:
+                yield real
         finally:
             self._calls.in_hook = False
 
