@@ -130,6 +130,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
             before=watched,
         )
         layout.split = SplitLayerSet(split, group)
+        split.report.refuse_unsplit()
     finally:
         calls.intercept(layout.units)
     parts.delayed.divide(layout.split)
