@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> float:
     os.environ["OMP_NUM_THREADS"] = str(cfg.threads)
     torch.set_num_threads(cfg.threads)
     quiet()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     L.seed_everything(cfg.seed, verbose=False)
     module: L.LightningModule = hydra.utils.instantiate(cfg.model)
     data: L.LightningDataModule = hydra.utils.instantiate(cfg.data)
