@@ -448,9 +448,9 @@ class Engine:
         self.local_model.settle()
         self._calls.in_hook = True
         try:
-            with nullcontext() if self.layout.group is None else self.layout.group.in_hook():
-                with self.views.opened(self._calls.runtime) as real:
-                    yield real
+            group, opened = self.layout.group, self.views.opened(self._calls.runtime)
+            with nullcontext() if group is None else group.in_hook(), opened as real:
+                yield real
         finally:
             self._calls.in_hook = False
 
