@@ -172,12 +172,8 @@ def write(accelerator: Accelerator, model: Any, options: Options) -> None:
     """Write the model as any other of transformers, and let it write some text."""
     folder = f"{options.output}/model"
     accelerator.wait_for_everyone()
-    accelerator.unwrap_model(model).save_pretrained(
-        folder,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
+    # On all ranks, and without a state dict, which would be the whole model in one place.
+    accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
         trained = GPT2LMHeadModel.from_pretrained(folder)  # in eval mode
         text = sample(lambda tokens: trained(tokens).logits, prompt=b"def ", length=200, context=options.context)

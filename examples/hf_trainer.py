@@ -3,9 +3,10 @@
     python examples/hf_trainer.py                                                               # one process
     accelerate launch --config_file configs/accelerate/cpu_2.yaml examples/hf_trainer.py        # two stages
 
-A small BERT with random weights learns to tell Python code from prose in pieces of the standard library. It is
-evaluated and saved after each epoch; started again, the script goes on where it has stopped, with another number of
-processes, too. All arguments of ``TrainingArguments`` can be given: ``--num_train_epochs 4 --learning_rate 1e-3``.
+A small BERT learns to tell Python code from prose in pieces of the standard library. It starts from random weights, or
+from the pretrained weights in a folder (``--pretrained FOLDER``), whose tokens must be bytes. It is evaluated and saved
+after each epoch; started again, the script goes on where it has stopped, with another number of processes, too. All
+arguments of ``TrainingArguments`` can be given: ``--num_train_epochs 4 --learning_rate 1e-3``.
 """
 
 import sysconfig
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     EvalPrediction,
     HfArgumentParser,
+    PreTrainedModel,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -39,6 +42,21 @@ class Sizes:
     length: int = field(default=64, metadata={"help": "Bytes in a piece of text."})
     train_samples: int = field(default=1024, metadata={"help": "Pieces to train on."})
     eval_samples: int = field(default=256, metadata={"help": "Pieces to evaluate on."})
+    pretrained: str | None = field(default=None, metadata={"help": "Folder of a pretrained model to start from."})
+
+    def model(self) -> PreTrainedModel:
+        """A classifier of this size, or the pretrained one."""
+        if self.pretrained is not None:
+            return AutoModelForSequenceClassification.from_pretrained(self.pretrained, num_labels=2)
+        config = BertConfig(
+            vocab_size=256,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            intermediate_size=4 * self.hidden_size,
+            max_position_embeddings=self.length,
+        )
+        return BertForSequenceClassification(config)
 
 
 class CodeOrProse(Dataset[dict[str, Tensor]]):
@@ -102,16 +120,8 @@ def main() -> None:
     )
     sizes, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
-    config = BertConfig(
-        vocab_size=256,
-        hidden_size=sizes.hidden_size,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=4,
-        intermediate_size=4 * sizes.hidden_size,
-        max_position_embeddings=sizes.length,
-    )
     trainer = Trainer(
-        model=BertForSequenceClassification(config),
+        model=sizes.model(),
         args=args,
         train_dataset=CodeOrProse(sizes.train_samples, sizes.length, seed=1),
         eval_dataset=CodeOrProse(sizes.eval_samples, sizes.length, seed=2),

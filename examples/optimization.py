@@ -29,13 +29,11 @@ class Recipe:
 
     def build(self, module: L.LightningModule) -> OptimizerLRScheduler:
         """What ``configure_optimizers`` returns; the schedule ends with the trainer's last step."""
-        matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=self.lr,
-            betas=(0.9, 0.95),
-        )
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+        vectors = [parameter for parameter in trained if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr, betas=(0.9, 0.95))
         num_steps = int(module.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

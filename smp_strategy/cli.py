@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from smp_strategy.config.sizes import parse_bytes
 from smp_strategy.errors import SMPError, printable
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Checkpoints: write them as other programs want them, take theirs over, look, verify. "
         "Partitions: explain them.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and that of PyTorch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_export(commands)
     _add_import(commands)
@@ -51,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_explain(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Option that prints the versions of this package and of PyTorch, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"smp_strategy {version('smp-strategy')} (PyTorch {version('torch')})")
+        parser.exit()
 
 
 def _size(text: str) -> int:
@@ -91,6 +101,12 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument(
         "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)"
+    )
+    parser.add_argument(
+        "--merge-adapters",
+        metavar="DIR",
+        help="add LoRA adapters of PEFT to the weights that they adapt: DIR has adapter_config.json and, unless the "
+        "checkpoint has the adapters, adapter_model.safetensors",
     )
     parser.add_argument("--dtype", help="write floating point weights in this: bfloat16, float16, float32")
     _add_common(parser)

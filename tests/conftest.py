@@ -6,6 +6,9 @@ With ``--sparse`` grids of cases are thinned out, see :mod:`tests.grids`.
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads that transformers loads with cannot begin to use PyTorch's thread pool in a forked process ("Invalid thread
+# pool!", now and then).
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.selective import Products
 from smp_strategy.errors import UnsupportedError, changed_in_place
 from smp_strategy.model.trace.func_transforms import without_transforms
-from smp_strategy.model.trace.pytree import flatten, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 
 __all__ = ["Recomputed"]
 
@@ -129,7 +129,7 @@ class Recomputed:
                 return self._function(*args, **kwargs)
             with self._products.recording:
                 result = self._function(*args, **kwargs)
-        self._products.settle(flatten(result)[0])
+        self._products.settle(flatten_result(result)[0])
         return result
 
     def _note(self, tensor: Tensor) -> _SavedSlot:
@@ -189,7 +189,7 @@ class Recomputed:
             return ()
         if number < last:
             raise _is_different(self._name, f"backward was to use {last + 1} tensors and {number + 1} were made")
-        return flatten(made)[0]
+        return flatten_result(made)[0]
 
     def _clear(self) -> None:
         for each in self._slots:

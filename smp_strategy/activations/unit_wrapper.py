@@ -22,7 +22,7 @@ from smp_strategy.activations.selective import Products
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.model.trace.parametrize_cache import cache_of_now
-from smp_strategy.model.trace.pytree import flatten, flatten_call
+from smp_strategy.model.trace.pytree import flatten_call, flatten_result
 
 __all__ = ["UnitWrapper", "UnitCall"]
 
@@ -119,7 +119,7 @@ class UnitWrapper:
             )
             result = once.call(args, kwargs)
             found.settle()
-            self._groups.note(call.name, call.token, once, flatten(result)[0], joined.size)
+            self._groups.note(call.name, call.token, once, flatten_result(result)[0], joined.size)
             return result
 
         return run

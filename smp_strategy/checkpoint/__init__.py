@@ -9,6 +9,9 @@ storage              The files: sharded folders and full files, with digests, re
 load                 Each rank loads its shards from a source: a folder, or a state in memory.
 sources              Sources in memory: full state dicts, and loaded ones that hooks have edited.
 full_state_dict      Gathers the full state on global rank 0, for one ordinary file; takes shares of full state.
+stand_in             Tensors without values that remember how these are made: a state dict for code that edits it.
+file_plan            Which rank writes which file of whole tensors, and in what order they are gathered.
+spread_state         Writes files of whole tensors from the ranks' shards, one tensor at a time.
 restore_module       Gives every rank the whole module back at the end of a run.
 convert              Other formats: read and write them (SageMaker, safetensors, Hugging Face, DCP, torch.save).
 tools                The commands ``smp inspect``, ``verify``, ``export``, ``import``.

@@ -33,12 +33,14 @@ from smp_strategy.model.shard_layout import Rectangle
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = [
+    "EntryOffer",
     "collect",
     "gradients",
     "keep_share",
     "merged",
     "numbered",
     "numbers_of",
+    "offer_of",
     "on_all_ranks",
     "optimizer_state_dict",
     "optimizer_state_on_all_ranks",
@@ -48,8 +50,8 @@ __all__ = [
 _PART, _STATE = "a part of a state", "a state that rank 0 has collected"
 
 
-class _Offer(NamedTuple):
-    """One rank's share of one entry."""
+class EntryOffer(NamedTuple):
+    """One rank's share of one entry of a state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -71,7 +73,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
         Every entry on global rank 0, tensors on the host, in an order in which each rank's entries stand as on that
         rank; tied tensors are one. ``{}`` elsewhere.
     """
-    mine = {name: _offer(value) for name, value in state.items()}
+    mine = {name: offer_of(value) for name, value in state.items()}
     offers = collectives.gather_objects(mine, "the collection of a state")
     rank = dist.get_rank()
     result = _Result(merged(offers), offers) if rank == 0 else None
@@ -93,7 +95,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def on_all_ranks(collected: Mapping[str, Any]) -> dict[str, Any]:
     """Broadcast the result of :func:`collect` from global rank 0. Collective over all ranks."""
-    offers = collectives.tell({name: _offer(_held(value)) for name, value in collected.items()}, 0, _STATE)
+    offers = collectives.tell({name: offer_of(_held(value)) for name, value in collected.items()}, 0, _STATE)
     found: dict[str, Any] = {}
     for name, offer in offers.items():
         if offer.dtype is None:
@@ -112,7 +114,7 @@ def _held(value: Any) -> Any:
 class _Result:
     """Gathered state on rank 0."""
 
-    def __init__(self, names: Iterable[str], offers: list[dict[str, _Offer]]) -> None:
+    def __init__(self, names: Iterable[str], offers: list[dict[str, EntryOffer]]) -> None:
         self._first = {name: next(entries[name] for entries in offers if name in entries) for name in names}
         self._tensors = {
             name: torch.empty(offer.shape, dtype=offer.dtype, device="cpu")
@@ -141,10 +143,11 @@ class _Result:
         return found
 
 
-def _offer(value: Any) -> _Offer:
+def offer_of(value: Any) -> EntryOffer:
+    """The offer of an entry that this rank has."""
     if not isinstance(value, HeldTensor):
-        return _Offer((), None, (), (), value.value if isinstance(value, WholeObject) else value)
-    return _Offer(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
+        return EntryOffer((), None, (), (), value.value if isinstance(value, WholeObject) else value)
+    return EntryOffer(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 Tensors that the user's hooks have derived from parameters and kept (averages, backups) are restored alike.
 
 Parameters keep their identity and get their former memory layout. Every rank knows the metadata of all parameters.
-Buffers may have been replaced while the module was partitioned, so their holders first send metadata of them, together
-with the extra state of modules (``get_extra_state``). Values are sent as raw elements, a bucket at a time.
+Buffers may have been replaced, registered or taken away while the module was partitioned, so their holders first send
+metadata of them, together with the extra state of modules (``get_extra_state``). Values are sent as raw elements, a
+bucket at a time.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,16 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
     # The group orders its ranks by number, not by stage.
-    told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
+    told = (
+        mesh.stage,
+        _buffers(mine),
+        _registers(mine),
+        _extra_states(mine),
+        [(n, _spec_of(guests[n][0])) for n in numbers],
+    )
     described = collectives.gather_objects(told, _END, mesh.pp_group)
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
-        for stage, buffers, states, kept in sorted(described, key=lambda description: description[0]):
+        for stage, buffers, registers, states, kept in sorted(described, key=lambda description: description[0]):
             away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
             specs = [*map(_spec_of, away), *buffers.values(), *(spec for _, spec in kept)]
             values: list[Tensor] = []
@@ -56,6 +63,8 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
                 _give(parameter, next(received))
             for name in buffers:
                 _set_buffer(root, name, next(received))
+            for name, register in registers.items():
+                _agree(root, name, register)
             for number, _ in kept:
                 value = next(received)
                 if number in guests:  # else garbage-collected on this rank
@@ -88,6 +97,43 @@ def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:
     return {
         f"{unit.name}.{name}": TensorSpec.of(buffer) for unit in units for name, buffer in unit.module.named_buffers()
     }
+
+
+class _Register(NamedTuple):
+    """What a module has registered as buffers."""
+
+    buffers: dict[str, str | None]
+    """For each its name among those that are sent, or ``None`` as its value."""
+    hidden: frozenset[str]
+    """Those that are not persistent."""
+
+
+def _registers(units: Sequence[Unit]) -> dict[str, _Register]:
+    """Registers of the modules of ``units`` with buffers, now or at first, by their names in the whole module."""
+    found: dict[str, _Register] = {}
+    for unit in units:
+        names = {id(buffer): f"{unit.name}.{name}" for name, buffer in unit.module.named_buffers()}
+        for name, module in unit.module.named_modules():
+            buffers = {key: None if each is None else names[id(each)] for key, each in module._buffers.items()}
+            hidden = frozenset(module._non_persistent_buffers_set)
+            found[f"{unit.name}.{name}".removesuffix(".")] = _Register(buffers, hidden)
+    return found
+
+
+def _agree(root: nn.Module, name: str, register: _Register) -> None:
+    """Register the buffers of a module, which have their values by now, as their holder has."""
+    owner = root.get_submodule(name)
+    present = owner._buffers
+    if not present and not register.buffers:
+        return
+    for key in [key for key in present if key not in register.buffers]:
+        del present[key]
+    for key, source in register.buffers.items():
+        if source is None:
+            present[key] = None
+        elif source != f"{name}.{key}":  # further name of a buffer
+            present[key] = root.get_buffer(source)
+    owner._non_persistent_buffers_set = set(register.hidden)
 
 
 def _extra_states(units: Sequence[Unit]) -> dict[str, Any]:

@@ -27,20 +27,18 @@ from smp_strategy.config.options import (
     TraceOptions,
     UnitOptions,
 )
-from smp_strategy.config.parsing import as_dict, as_tuple, one_of, parse, wrong_types
+from smp_strategy.config.parsing import as_dict, as_tuple, one_of, wrong_types
 from smp_strategy.config.precision_options import PrecisionOptions
-from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE, parse_recipe
+from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE
+from smp_strategy.config.variables import ALIASES, options_in, resolve_aliases
 from smp_strategy.errors import ConfigError
 
 __all__ = [
     "CheckpointOptions",
-    "DOOR_OPTIONS",
-    "ENV_PREFIX",
     "RestoreModule",
     "SMPConfig",
     "Schedule",
     "StateDictType",
-    "canonical",
     "option_types",
     "unknown_option",
 ]
@@ -65,13 +63,6 @@ class CheckpointOptions:
     def _problems(self) -> list[str]:
         return one_of(self, "state_dict_type", typing.get_args(StateDictType))
 
-
-ENV_PREFIX = "SMP_"
-ALIASES = {"partitions": "pipeline_parallel_degree"}
-# Environment variables with the prefix that are not options.
-NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
-# Options of a single integration, which reads them itself.
-DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 
 _CONCERNS = (
     PipelineOptions,
@@ -176,8 +167,8 @@ class SMPConfig(
             ConfigError: unknown names (with the nearest known one) and every other mistake, together.
         """
         problems: list[str] = []
-        merged = _resolve_aliases(_from_environment(os.environ, problems), problems)
-        merged.update(_resolve_aliases(options, problems))
+        merged = options_in(os.environ, option_types(), problems)
+        merged.update(resolve_aliases(options, problems))
         return cls._of_known(merged, problems)
 
     @classmethod
@@ -188,7 +179,7 @@ class SMPConfig(
             ConfigError: variables that name no option, and every other mistake, together.
         """
         problems: list[str] = []
-        return cls._of_known(_resolve_aliases(_from_environment(environ, problems), problems), problems)
+        return cls._of_known(options_in(environ, option_types(), problems), problems)
 
     @classmethod
     def _of_known(cls, merged: Mapping[str, Any], problems: list[str]) -> Self:
@@ -202,6 +193,13 @@ class SMPConfig(
         if problems:
             raise ConfigError(problems)
         return config
+
+    @property
+    def restored_on(self) -> RestoreModule:
+        """Ranks that get the whole module at the end of a run."""
+        if self.restore_module is not None:
+            return self.restore_module
+        return "none" if self.delayed_parameter_initialization else "all"
 
     @property
     def stream_dim(self) -> int | None:
@@ -224,45 +222,9 @@ def option_types() -> dict[str, Any]:
     return typing.get_type_hints(SMPConfig)
 
 
-def canonical(name: str) -> str:
-    """Name of an option whose alias may be given; other names are returned unchanged."""
-    return ALIASES.get(name, name)
-
-
 def unknown_option(name: str, others: Collection[str] = ()) -> str:
     """Error text for the unknown option ``name``, with the nearest known one; ``others`` are known in addition."""
-    known = [*option_types(), *others]
+    known = [*option_types(), *ALIASES, *others]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
     return f"`{name}` is not an option.{hint}"
-
-
-def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    resolved = dict(options)
-    for alias, name in ALIASES.items():
-        if alias not in resolved:
-            continue
-        value = resolved.pop(alias)
-        if resolved.setdefault(name, value) != value:
-            problems.append(f"`{alias}` ({value}) is an alias of `{name}` ({resolved[name]}), but they differ.")
-    return resolved
-
-
-def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
-    """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win."""
-    options: dict[str, Any] = {}
-    if environ.get("SMP_CONFIG"):
-        try:
-            options.update(parse_recipe(environ["SMP_CONFIG"]))
-        except ConfigError as error:
-            problems += error.problems
-    hints = option_types()
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable in NOT_OPTIONS:
-            continue
-        name = canonical(variable[len(ENV_PREFIX) :].lower())
-        if name in hints:
-            options[name] = parse(environ[variable], hints[name])
-        elif name not in DOOR_OPTIONS:
-            problems.append(f"The environment variable {variable} names no option of smp_strategy. Unset it.")
-    return options

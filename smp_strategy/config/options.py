@@ -36,6 +36,8 @@ Gather = Literal["auto", "step", "use"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
+# Planning takes minutes for more.
+MOST_MICROBATCHES = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class PipelineOptions:
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
         found += at_least_one(self, "virtual_pipeline_degree")
+        if self.microbatches is not None and self.microbatches > MOST_MICROBATCHES:
+            found.append(
+                f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
+                "actions for each of them. Choose about 4 times the number of stages."
+            )
         found += one_of(self, "pipeline", typing.get_args(Schedule))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
@@ -119,13 +126,14 @@ class PartitionOptions:
     """JSON file that the partition is written to, or read from."""
     load_partition: bool = False
     """Read the partition from ``partition_file`` instead of choosing one."""
-    restore_module: RestoreModule = "all"
+    restore_module: RestoreModule | None = None
     """Ranks that have an ordinary module with all weights again when a run (fit, test ...) ends. On other ranks only
-    the rank's own units can be used then. Every run begins with the whole module on all ranks."""
+    the rank's own units can be used then. ``None``: ``none`` with ``delayed_parameter_initialization``, since such a
+    module may fit on no rank, and otherwise ``all``. Every later run begins with the whole module on all ranks."""
 
     def _problems(self) -> list[str]:
         found = one_of(self, "optimize", typing.get_args(Optimize))
-        found += one_of(self, "restore_module", typing.get_args(RestoreModule))
+        found += one_of(self, "restore_module", (None, *typing.get_args(RestoreModule)))
         weight = self.memory_weight
         if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= 1):
             found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")

@@ -6,9 +6,12 @@ The supported types are those of the options in :mod:`smp_strategy.config.config
 
 import typing
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
-__all__ = ["as_dict", "as_text", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
+from smp_strategy.errors import ConfigError
+
+__all__ = ["as_dict", "as_text", "as_timeout", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
@@ -85,6 +88,23 @@ def parse(text: str, hint: Any) -> Any:
             except ValueError:
                 continue
     return text
+
+
+def as_timeout(value: Any) -> timedelta | None:
+    """``value`` as a timedelta; numbers are seconds, and ``None`` stands for the default.
+
+    Raises:
+        ConfigError: it is no length of time above 0.
+    """
+    found = value
+    if fits(value, float):
+        try:
+            found = timedelta(seconds=value)
+        except (OverflowError, ValueError):  # infinite or not a number
+            found = None
+    if value is not None and (not isinstance(found, timedelta) or found <= timedelta(0)):
+        raise ConfigError(f"`timeout` must be a timedelta or seconds, above 0 and finite, but is {value!r}.")
+    return found
 
 
 def at_least_one(config: object, *names: str) -> list[str]:

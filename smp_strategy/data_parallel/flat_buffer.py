@@ -49,7 +49,7 @@ __all__ = ["FlatBuffer"]
 
 @final
 class FlatBuffer:
-    """Sharded values and gradients of some parameters. Takes over their values; they rest from then on.
+    """Sharded values and gradients of some parameters. Takes over their values, if there are any; they rest then.
 
     Args:
         layout: Places of the parameters.
@@ -108,8 +108,8 @@ class FlatBuffer:
             self.own = torch.zeros(layout.own_numel, dtype=dtype, device=device)
         else:
             self.own = self._shard[self._own_part]
-        for number, parameter in enumerate(parameters):
-            self._put(number, parameter)
+        for number in (number for number, each in enumerate(parameters) if each.untyped_storage().nbytes()):
+            self._put(number, parameters[number])
         self._set_gradient_dtype(self._gradient_dtype)
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None

@@ -24,7 +24,7 @@ from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import wait_for
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.model.trace.func_transforms import without_transforms
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_result
 
 __all__ = ["GatherPolicy", "GatherSchedule"]
 
@@ -276,7 +276,7 @@ class GatherSchedule:
         self._backwards.arrive(call)
 
     def _results(self, name: str, memory: list[range], result: Any) -> list[Tensor]:
-        tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if not self.may_return_weights and is_in(memory, tensor):
                 raise UnsupportedError(

@@ -69,6 +69,7 @@ class RestingGuard(Guard):
             f"`{operation}` needs the values of a parameter that is spread over ranks (`sharded_data_parallel_degree`) "
             "and is not in use. Compute with it in the module that has it, or in a hook of Lightning or "
             "`accelerator.smp.with_weights(lambda: ...)` on all ranks, where weights are whole; "
-            "to save the model, call `trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; to "
-            'have the whole model after a run, leave `restore_module` at "all".'
+            "to save the model, call `trainer.save_checkpoint`, `model.save_pretrained` (with Accelerate) or "
+            "`accelerator.get_state_dict(model)` on all ranks; to have the whole model after a run, set "
+            '`restore_module="all"`.'
         )

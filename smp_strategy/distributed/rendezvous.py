@@ -6,18 +6,21 @@ call all ranks tell each other its name, and a rank that comes alone gets an err
 (:mod:`smp_strategy.distributed.deadlock`).
 
 An operation that a rank then does by itself (write a file, read one) may fail on that rank alone; :func:`alike` lets
-all ranks fail then.
+all ranks fail then. :func:`decided_by` is for what a single rank decides, or does, for all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
-__all__ = ["alike", "meet"]
+__all__ = ["alike", "decided_by", "meet"]
+
+T = TypeVar("T")
 
 
 def meet(call: str) -> None:
@@ -65,3 +68,23 @@ def alike(doing: str) -> Iterator[None]:
     if failed:
         rank, summary = next(iter(failed.items()))
         raise PeerFailedError(f"Rank {rank} failed while {doing}: {summary}")
+
+
+def decided_by(source: int, decide: Callable[[], T], doing: str = "a decision of a single rank") -> T:
+    """Broadcast the result of ``decide`` on the global rank ``source``, or raise its error everywhere. Collective.
+
+    Args:
+        source: Rank that decides.
+        decide: Called on that rank only.
+        doing: Purpose, for messages.
+    """
+    found: tuple[T | None, Exception | None] = (None, None)
+    if dist.get_rank() == source:
+        try:
+            found = decide(), None
+        except Exception as error:
+            found = None, error
+    decision, problem = collectives.tell(found, source, doing)
+    if problem is not None:
+        raise problem
+    return decision  # type: ignore[return-value]

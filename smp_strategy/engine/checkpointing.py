@@ -26,6 +26,7 @@ from smp_strategy.checkpoint.load import (
     optimizer_key,
 )
 from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.state_dict import (
     gradient_state,
     kept_by,
@@ -38,6 +39,7 @@ from smp_strategy.checkpoint.state_dict import (
 from smp_strategy.checkpoint.storage.source import Source
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
+from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = ["SavedState"]
 
@@ -151,6 +153,23 @@ class SavedState:
             self._parts.late.expect_gradients(source)
         else:
             load_gradients(source, self._parts.local_model.holdings)
+
+    def check_values(self) -> None:
+        """Refuse to save before the first step has given values to the module.
+
+        Raises:
+            UnsupportedError: some tensors are on the meta device.
+        """
+        if self._parts.module is not None:
+            self._parts.delayed.refuse_saving()
+
+    def spread_state(self) -> SpreadState:
+        """State dict of the module, to be written to files of whole tensors that no rank has all of. Collective."""
+        assert self._parts.module is not None
+        state = self.held_state(())[MODULE]
+        with in_plain_sight():
+            names = list(self._parts.module.state_dict(keep_vars=True))
+        return SpreadState(state, names)
 
     # As a whole
 

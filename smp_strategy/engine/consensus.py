@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.model.deferred_tensor import lacks_values
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.planning.partition.partition import Partition
 
 __all__ = ["agree_on", "start_alike"]
@@ -44,7 +44,10 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
 
 def _described(tensor: Tensor) -> str:
     shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
-    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}"
+    # Values that are read later cannot be broadcast from rank 0.
+    history = tensor.history if isinstance(tensor, DeferredTensor) else ()
+    changes = f", changed by {' and '.join(history)}" if history else ""
+    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}{changes}"
 
 
 def _refuse_different(described: Sequence[tuple[str, str]]) -> None:

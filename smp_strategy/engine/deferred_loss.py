@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from smp_strategy.model.trace.opened_objects import is_opened_placed
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.barriers import PausedStep
 
@@ -60,7 +61,7 @@ def deferring_loss(
 
 def _loss(output: Any, gradients: Gradients) -> Tensor:
     """Scalar with ``gradients`` with respect to the leaves of ``output``; its value means nothing."""
-    pairs = zip(flatten(output)[0], gradients, strict=True)
+    pairs = zip(flatten(output, None, is_opened_placed)[0], gradients, strict=True)
     terms = [(leaf * gradient).sum() for leaf, gradient in pairs if gradient is not None]
     total = terms[0]
     for term in terms[1:]:

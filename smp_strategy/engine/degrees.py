@@ -4,7 +4,7 @@ If parameters or optimizer state are sharded, or layers split, the default is a 
 that, and a pipeline beside it must be requested by its degree. SageMaker's library has 1 as its default as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from smp_strategy.config.sizes import show_count
 from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
 from smp_strategy.distributed.topology import find_node_size
 from smp_strategy.engine.given_partition import choose_placed_units
+from smp_strategy.errors import ConfigError
+from smp_strategy.planning.partition.manual import some
 
 __all__ = ["check_degrees", "choose_shape"]
 
@@ -40,6 +42,16 @@ def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) 
         dp_shard=config.sharded_data_parallel_degree,
         tp=config.tensor_parallel_degree,
     )
+    if degree is not None and names:
+        _check_chunks(degree, config.chunks_per_stage or 1, names)
+
+
+def _check_chunks(degree: int, chunks: int, names: Sequence[str]) -> None:
+    if chunks > 1 and degree * chunks > len(names):
+        raise ConfigError(
+            f"`pipeline_parallel_degree` ({degree}) times `virtual_pipeline_degree` ({chunks}) must not be larger than "
+            f"the number of units that the model can be cut into ({len(names)}: {some(names)}). Choose smaller degrees."
+        )
 
 
 def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:

@@ -19,6 +19,7 @@ initialisers on the meta device.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values, own_values, undefer
+from smp_strategy.model.deferred_tensor import DeferredTensor, ReadRun, lacks_values, own_values, run_of, undefer
 from smp_strategy.model.initial_values import Initialisers, places_of
 from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
 from smp_strategy.model.units import Unit
@@ -112,10 +113,12 @@ class DelayedModule:
         assert self._initialisers is not None, "prepare comes first"
         with ordinary():
             self._read(wanted)
+            fresh = self._fresh(wanted)
             for tensor in wanted:
                 if tensor.is_meta:
-                    leave_meta(tensor, unset(tensor, self.device))
-            fresh = self._fresh(wanted)
+                    # Known values fill all of it, so it needs no marks of gaps.
+                    is_known = tensor in self._loaded
+                    leave_meta(tensor, unset(tensor, self.device, marks=not is_known))
             with nullcontext() if self._split is None else self._split.looking_dense():
                 partial = self._initialisers.run(fresh, self._take)
             for tensor in wanted:
@@ -125,6 +128,21 @@ class DelayedModule:
             names = [self._names[tensor] for tensor in partial]
             raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
         self._forget(wanted)
+
+    def runs(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, ReadRun]:
+        """Let those of ``parameters`` of which runs can be read leave the meta device without memory.
+
+        Returns:
+            What reads runs of their values, in the order of memory, for memory that the caller has for them.
+        """
+        found: dict[nn.Parameter, ReadRun] = {}
+        for parameter in dict.fromkeys(parameters):
+            source = self._loaded.get(parameter) if parameter in self._pending else None
+            is_split = self._split is not None and self._split.parts.has(parameter)
+            if isinstance(source, DeferredTensor) and parameter.is_contiguous() and not is_split:
+                found[parameter] = partial(run_of, source)
+        self.pass_over(found)
+        return found
 
     def expect(self) -> None:
         """Let all tensors without memory get it without values: the caller will fill them in."""
@@ -234,6 +252,8 @@ class DelayedModule:
         return [tensor for tensor in tensors if tensor not in self._loaded and tensor not in self._expected]
 
     def _take(self, tensor: Tensor, whole: Tensor) -> None:
+        if isinstance(whole, DeferredTensor):
+            whole = own_values(whole)  # once, though parts of it are copied one by one
         if self._split is not None and self._split.parts.has(tensor):
             self._split.parts.fill(tensor, whole)
         else:

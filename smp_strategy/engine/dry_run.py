@@ -173,6 +173,7 @@ def _survey(
     )
     uses = GlueUses(units, lambda: runtime.current.running_unit, exposed)
     log = CallLog(device.type)
+    inputs.shape_inference.memoized.look()
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
 
     def called(callee: Callee, args: Any, kwargs: Any) -> None:

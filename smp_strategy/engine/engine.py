@@ -35,7 +35,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
+from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
@@ -182,6 +182,7 @@ class Engine:
         if self._parts.module is None:
             shape = choose_shape(self.config, module, self._parts.report)
             measuring_device(self.config, self.device)
+            refuse_unwritable_file(self.config)
             self._parts.module = module
             mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
             self._parts.known_mesh = mesh
@@ -213,7 +214,7 @@ class Engine:
         self._calls.give_back()
         self._parts.late.give_optimizers()
         if not failed and self._parts.local_model is not None:
-            self._parts.local_model.restore(self.config.restore_module)
+            self._parts.local_model.restore(self.config.restored_on)
 
     @property
     def is_spread(self) -> bool:
@@ -448,8 +449,8 @@ class Engine:
         self.local_model.settle()
         self._calls.in_hook = True
         try:
-            group, opened = self.layout.group, self.views.opened(self._calls.runtime)
-            with nullcontext() if group is None else group.in_hook(), opened as real:
+            in_hook = nullcontext() if self.layout.group is None else self.layout.group.in_hook()
+            with in_hook, self.views.opened(self._calls.runtime) as real:
                 yield real
         finally:
             self._calls.in_hook = False

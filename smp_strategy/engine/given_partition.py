@@ -18,10 +18,11 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.units import Unit, choose_units
+from smp_strategy.planning.output_file import refuse_unwritable
 from smp_strategy.planning.partition.file import read_partition
 from smp_strategy.planning.partition.manual import ByHand, some
 
-__all__ = ["GivenPartition", "choose_placed_units", "num_parameters_of", "place_beforehand"]
+__all__ = ["GivenPartition", "choose_placed_units", "num_parameters_of", "place_beforehand", "refuse_unwritable_file"]
 
 
 class GivenPartition(NamedTuple):
@@ -82,6 +83,25 @@ def place_beforehand(
 def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:
     """Number of parameter elements of each unit whose layers are not split yet."""
     return {unit.name: sum(parameter.numel() for parameter in unit.module.parameters()) for unit in units}
+
+
+def refuse_unwritable_file(config: SMPConfig) -> None:
+    """Refuse a `partition_file` that the first step could not write. Collective: rank 0 looks, and all fail.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if config.partition_file is None or config.load_partition:
+        return
+    problems: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            refuse_unwritable(config.partition_file, "partition_file")
+        except ConfigError as error:
+            problems = list(error.problems)
+    problems = collectives.tell(problems, 0, "a look at `partition_file`")
+    if problems[0] is not None:
+        raise ConfigError(problems)
 
 
 def _text_on_rank_0(path: str) -> str:

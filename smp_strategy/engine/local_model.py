@@ -41,6 +41,7 @@ from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
+from smp_strategy.model.deferred_tensor import ReadRun
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
@@ -413,10 +414,12 @@ def _sharded(
         most_reduced=config.sdp_reduce_bucket_size,
     )
     parameters, across = {}, {}
+    runs: dict[nn.Parameter, ReadRun] = {}
     for users, members in ownership.parameters_by_units().items():
         stages = frozenset(ownership.stage_of[user] for user in users)
         group = mesh.group_of(stages) if len(stages) > 1 else None
         if mesh.stage in stages:
+            runs.update(delayed.runs(parameter for _, parameter in members))
             parameters[users] = _with_values(members, delayed)
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
@@ -436,6 +439,10 @@ def _sharded(
         keeping=keeping,
     )
     units.group = mesh.shard_group
+    with torch.no_grad():
+        for parameter, read in runs.items():
+            for start, memory in units.runs_to_fill(parameter):
+                memory.copy_(read(start, start + len(memory)))
     return units
 
 

@@ -161,6 +161,7 @@ def _split(
         run_step=lambda: _run(step, microbatch, loss_of, inputs),
     )
     try:
+        split.report.refuse_unsplit()
         yield
     finally:
         split.to_dense()

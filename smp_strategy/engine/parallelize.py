@@ -15,6 +15,7 @@ The decisions are in :class:`~smp_strategy.engine.layout.Layout` and last; the l
 """
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +27,8 @@ from torch import nn
 
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.unit_wrapper import UnitWrapper
+from smp_strategy.config.config import option_types
+from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.engine.decide import decide
 from smp_strategy.engine.dry_run import run_for_real
@@ -127,6 +130,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
             before=watched,
         )
         layout.split = SplitLayerSet(split, group)
+        split.report.refuse_unsplit()
     finally:
         calls.intercept(layout.units)
     parts.delayed.divide(layout.split)
@@ -178,8 +182,8 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     if found.trace is not None and found.trace.loss is not None:
         plans.learn(first.kind, found.trace)
     text = render_layout(shape, layout.partition, config, layout.split_report)
-    notes = layout.costs.render()
-    parts.report(f"{notes}\n{text}" if notes else text)
+    notes = (note_on_others(os.environ, option_types()), layout.costs.render())
+    parts.report("\n".join([*filter(None, notes), text]))
 
 
 def _agree_on_trace(group: TensorGroup | None, trace: Trace) -> Trace:

@@ -4,6 +4,7 @@ In reading order::
 
     lightning/      SMPStrategy for PyTorch Lightning, in both of its trees
     accelerate/     SMPPlugin for Accelerate, its launcher, and the Hugging Face Trainer
+    pretrained.py   from_pretrained of Hugging Face under delayed initialisation
     hydra/          config group ``smp``: resolvers and recipes
     sagemaker.py    save_checkpoint and resume_from_checkpoint, as in SageMaker's library
     data/           resumable data loaders, for Lightning and Accelerate

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, final
 from unittest.mock import patch as replaced
@@ -22,10 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage.file_runs import FileRuns
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import DamagedError, UnsupportedError
 from smp_strategy.integrations.accelerate.launch_options import is_selected
-from smp_strategy.model.deferred_tensor import defer
+from smp_strategy.model.deferred_tensor import ReadRun, defer
 
 __all__ = ["deferring", "patch", "set_deferring"]
 
@@ -81,13 +83,18 @@ def _patch_transformers(module: Any) -> None:
 
     def load_deferred(file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
         state = load_state_dict(file, map_location, *args, **kwargs)
-        return state if str(map_location) == "meta" else {name: _mapped(tensor) for name, tensor in state.items()}
+        if str(map_location) == "meta":
+            return state
+        runs = FileRuns(Path(file))
+        return {name: _mapped(runs, tensor) for name, tensor in state.items()}
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_deferring():
             return original(cls, *args, **kwargs)
         _refuse_placed(kwargs)
+        if "disable_mmap" in kwargs:
+            kwargs["disable_mmap"] = False  # nothing is mapped, and transformers would read whole files instead
         with (
             _CPU,  # transformers refuses to load in the context of the meta device
             replaced.object(module, "safe_open", _DeferredFile),
@@ -132,6 +139,8 @@ class _DeferredFile:
         # Not mapped: pages that have been read would stay in the resident set beside the tensors.
         with self._named():
             self._file: Any = safe_open(filename, framework=framework, device="cpu", backend="pread")
+            self._runs = FileRuns(Path(filename))
+            self._places = self._runs.safetensors()
 
     def keys(self) -> list[str]:
         """Names of the tensors."""
@@ -144,7 +153,13 @@ class _DeferredFile:
 
     def get_slice(self, name: str) -> "_DeferredSlice":
         """The tensor ``name``, not read."""
-        return _DeferredSlice(self._file.get_slice(name), functools.partial(self._read, name))
+        place, num_bytes = self._places[name]
+        return _DeferredSlice(
+            self._file.get_slice(name),
+            functools.partial(self._read, name),
+            num_bytes,
+            functools.partial(self._runs.read, place),
+        )
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor ``name``, not read."""
@@ -177,16 +192,32 @@ class _DeferredFile:
 class _DeferredSlice:
     """Tensor of a file, as ``get_slice`` gives it."""
 
-    def __init__(self, stored: Any, read: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        stored: Any,
+        read: Callable[[], Tensor],
+        num_bytes: int,
+        read_run: Callable[[torch.dtype, int, int], Tensor],
+    ) -> None:
         self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
-        self._read = read
+        self._read, self._num_bytes, self._read_run = read, num_bytes, read_run
 
     def __getitem__(self, index: Any) -> Tensor:
         dtype = sys.modules[TRANSFORMERS].str_to_torch_dtype[self.get_dtype()]
         like = torch.empty(self.get_shape(), dtype=dtype, device="meta")
-        return defer(like, _CPU, self._read)[index]
+        if self._num_bytes != like.nbytes:  # elements of less than a byte
+            return defer(like, _CPU, self._read)[index]
+        return _of_runs(like, functools.partial(self._read_run, dtype))[index]
 
 
-def _mapped(tensor: Tensor) -> Tensor:
+def _mapped(runs: FileRuns, tensor: Tensor) -> Tensor:
     """Deferred copy of ``tensor``, which is mapped from a file."""
-    return defer(torch.empty_like(tensor, device="meta"), _CPU, tensor.clone)
+    like = torch.empty_like(tensor, device="meta")
+    place = runs.mapped(tensor) if tensor.is_contiguous() else None
+    if place is None:
+        return defer(like, _CPU, tensor.clone)
+    return _of_runs(like, functools.partial(runs.read, place, tensor.dtype))
+
+
+def _of_runs(like: Tensor, read: ReadRun) -> Tensor:
+    return defer(like, _CPU, lambda: read(0, like.numel()).view(like.shape), read)

@@ -12,6 +12,8 @@ In reading order:
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.
 * ``rng.py``: seeds and random streams that do not depend on the layout.
 * ``meta_tensors.py``: leave the meta device in place, with the identity of each tensor kept.
+* ``deferred_tensor.py``: tensors whose values are in a file and are read at the first use.
+* ``deferred_memory.py``: memory of such tensors: values when needed, noted changes, views.
 * ``initial_values.py``: layout-independent initialisation of models that were built on the meta device.
 * ``weight_gradient_formula.py``: marks autograd Functions whose weight gradient can be deferred.
 * ``trace/``: dry runs of calls on fake tensors: results by metadata, costs, side effects.

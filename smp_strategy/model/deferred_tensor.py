@@ -7,36 +7,39 @@ that it holds, and never the others. See [Note: deferred operations].
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_memory import DeferredMemory, DeferredView, Known, ReadRun
 from smp_strategy.model.meta_tensors import leave_meta
 
-__all__ = ["DeferredTensor", "defer", "lacks_values", "own_values", "read_now", "undefer"]
+__all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "read_now", "run_of", "undefer"]
 
 # [Note: deferred operations]
 # A deferred tensor is a wrapper subclass: shape, strides, dtype and device without memory. Operations arrive in
 # `__torch_dispatch__`, below autograd:
 #
 # * a view of a deferred tensor is deferred and shares its memory, once there is some;
-# * an operation that makes a new tensor of deferred ones alone is noted, with the shape that it has on the meta device;
+# * an operation that makes new tensors of deferred ones alone is noted, with the shapes that they have on the meta
+#   device;
 # * any other operation (one with ordinary tensors, with random numbers, or whose result Python reads) computes at once,
 #   with values that are read for it and forgotten again;
-# * an operation that changes a deferred tensor gives it memory of its own for good, with all its views. What was noted
-#   of the earlier values is computed before.
+# * an operation that changes a deferred tensor by numbers is noted, too: initialisers set the row of the padding token
+#   to zero, say. Its views change with it. What was noted of the earlier values keeps these;
+# * any other change gives the deferred tensor memory of its own for good, with all its views, since values may differ
+#   between ranks until those of rank 0 are sent to all. Values that it replaces are not read before.
 #
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
+#
+# A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
+# read as runs (`run_of`); for all else the whole tensor is read.
 
-# Results with at most this many elements are kept: Python reads them again and again.
-_MOST_KEPT = 1024
-# Values that are needed more often are kept as well: those of a model that computes and is never partitioned.
-_MOST_USES = 3
 _aten: Any = torch.ops.aten
 # Operations that take only metadata from their first argument.
 _LIKE = frozenset(
@@ -46,6 +49,12 @@ _LIKE = frozenset(
         *(_aten.new_ones.default, _aten.new_full.default, _aten.new_empty_strided.default),
     }
 )
+# Views of everything, as it is.
+_SAME = frozenset({_aten.detach.default, _aten.alias.default})
+# Operations that replace all values of their first argument.
+_REPLACING = frozenset({_aten.normal_.default, _aten.uniform_.default, _aten.copy_.default})
+# Operations that compute each element from the same element of their argument.
+_ELEMENTWISE = frozenset({_aten._to_copy.default, _aten.clone.default})
 # Methods that reach for memory without an operation.
 _OF_MEMORY = frozenset(
     {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__array__}
@@ -55,75 +64,13 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _OWN_ATTRIBUTES = ("_node", "_is_param")
 
 
-@final
-class _Base:
-    """Memory of a deferred tensor and its views: computed when needed, or kept for good."""
-
-    def __init__(self, compute: "Callable[[_Known], Tensor]") -> None:
-        self._compute = compute
-        self.kept: Tensor | None = None
-        self.is_changed = False
-        self._num_uses = 0
-        # Noted operations that read these values.
-        self._readers: list[weakref.ref[_Base]] = []
-
-    def value(self, known: "_Known") -> Tensor:
-        """The values: those that are kept or ``known``, or new ones."""
-        if self.kept is not None:
-            return self.kept
-        if self not in known:
-            known[self] = self._compute(known)
-            self._num_uses += 1
-            if self._num_uses > _MOST_USES or known[self].numel() <= _MOST_KEPT:
-                self.kept = known[self]
-        return known[self]
-
-    def keep(self) -> None:
-        """Keep the values for good."""
-        if self.kept is None:
-            self.kept = self.value({})
-
-    def read_by(self, reader: "_Base") -> None:
-        """Let ``reader`` compute before the values change."""
-        self._readers.append(weakref.ref(reader))
-
-    def change(self) -> None:
-        """The values are about to be changed in place."""
-        readers, self._readers = self._readers, []
-        for reference in readers:
-            if (reader := reference()) is not None:
-                reader.keep()
-        self.keep()
-        self.is_changed = True
-
-
-# Values that one evaluation has found already; several operations may read the same base.
-_Known = dict[_Base, Tensor]
-
-
-@final
-class _Node:
-    """Values of a deferred tensor: those of a base, or a view of them."""
-
-    def __init__(self, base: _Base, views: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
-        self.base = base
-        self.views = views
-
-    def value(self, known: "_Known") -> Tensor:
-        """The values, which share memory with those of the base."""
-        found = self.base.value(known)
-        for view in self.views:
-            found = view(found)
-        return found
-
-
 class DeferredTensor(Tensor):
     """Tensor whose values are read at the first use. Make one by :func:`defer`."""
 
-    _node: _Node
+    _node: DeferredView
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, node: _Node) -> "DeferredTensor":
+    def __new__(cls, like: Tensor, device: torch.device, node: DeferredView) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -137,8 +84,13 @@ class DeferredTensor(Tensor):
 
     @property
     def is_changed(self) -> bool:
-        """Whether the values are no longer those of the file."""
+        """Whether the values are in memory and no longer those of the file."""
         return self._node.base.is_changed
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """Noted changes by numbers, as text; equal where the values will be."""
+        return tuple(self._node.base.history)
 
     @classmethod
     def __torch_function__(
@@ -161,7 +113,7 @@ class DeferredTensor(Tensor):
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if func._schema.is_mutable:
-            return _change(func, args, kwargs, leaves, structure)
+            return _changed(func, args, kwargs, leaves, structure)
         if isinstance(args[0], DeferredTensor) and _is_view(func):
             return _viewed(func, args[0], args[1:], kwargs)
         noted = _noted(func, leaves, structure)
@@ -190,15 +142,18 @@ class DeferredTensor(Tensor):
         return f"DeferredTensor({list(self.shape)}, {self.dtype}, not read yet)"
 
 
-def defer(like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> DeferredTensor:
+def defer(
+    like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None
+) -> DeferredTensor:
     """Deferred tensor with the metadata of ``like``, on ``device``.
 
     Args:
         like: Tensor on the meta device.
         device: Device of the values.
         read: Reads the values, into new memory on every call.
+        read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
     """
-    return DeferredTensor(like, device, _Node(_Base(lambda known: read())))
+    return DeferredTensor(like, device, DeferredView(DeferredMemory(lambda known: read(), read_run)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -206,11 +161,18 @@ def own_values(tensor: DeferredTensor) -> Tensor:
     node = tensor._node
     with torch.inference_mode(False), torch.no_grad():
         value = node.value({})
-        is_new = node.base.kept is None and value.untyped_storage().nbytes() == value.nbytes
+        is_new = node.base.is_new and value.untyped_storage().nbytes() == value.nbytes
         if is_new and value.stride() == tensor.stride() and value.device == tensor.device:
             return value
         own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return own.copy_(value)
+
+
+def run_of(tensor: DeferredTensor, start: int, stop: int) -> Tensor:
+    """Elements of ``tensor`` from number ``start`` to ``stop`` in row-major order; others are read only if need be."""
+    with torch.inference_mode(False), torch.no_grad():
+        run = _run_of(tensor)
+        return tensor._node.value({}).reshape(-1)[start:stop] if run is None else run(start, stop)
 
 
 def lacks_values(tensor: Tensor) -> bool:
@@ -248,6 +210,15 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _run_of(tensor: DeferredTensor) -> ReadRun | None:
+    """Reads runs of ``tensor``, which is a run of its base; ``None``: it is none, or the base reads no runs."""
+    node = tensor._node
+    read, offset = node.base.run, node.offset
+    if read is None or offset is None or not tensor.is_contiguous():
+        return None
+    return lambda start, stop: read(offset + start, offset + stop)
+
+
 def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
@@ -255,66 +226,159 @@ def _is_view(func: Any) -> bool:
 def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Deferred views of ``base``."""
     node = base._node
+    if func in _SAME:
+        return DeferredTensor(_meta(base), base.device, DeferredView(node.base, node.views, node.offset))
 
     def view(number: int | None, tensor: Tensor) -> Tensor:
         found = func(tensor, *args, **kwargs)
         made: Tensor = found if number is None else found[number]
         return made
 
+    def viewed(number: int | None, shape: Tensor) -> DeferredTensor:
+        # Views of another dtype count other elements, and a complex view may be a conjugate.
+        is_known = node.offset is not None and func is not _aten.as_strided.default
+        is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
+        offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
+        return DeferredTensor(shape, base.device, DeferredView(node.base, (*node.views, partial(view, number)), offset))
+
     shapes = func(_meta(base), *args, **kwargs)
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, base.device, _Node(node.base, (*node.views, partial(view, None))))
-    return type(shapes)(
-        DeferredTensor(shape, base.device, _Node(node.base, (*node.views, partial(view, number))))
-        for number, shape in enumerate(shapes)
-    )
+        return viewed(None, shapes)
+    return type(shapes)(viewed(number, shape) for number, shape in enumerate(shapes))
 
 
-def _noted(func: Any, leaves: list[Any], structure: Any) -> DeferredTensor | None:
-    """Deferred result of an operation; ``None``: it must be computed at once."""
+def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
+    """Deferred results of an operation; ``None``: it must be computed at once."""
     given = [leaf for leaf in leaves if isinstance(leaf, DeferredTensor)]
     has_others = len(given) < sum(isinstance(leaf, Tensor) for leaf in leaves)
     if has_others or all(each.is_kept for each in given) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    args, kwargs = pytree.tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+    args, kwargs = _meta_arguments(leaves, structure)
     device = kwargs.get("device") or given[0].device
     try:
-        shape = func(*args, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
+        shapes = func(*args, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
     except (RuntimeError, TypeError):  # its shape depends on values, or it knows no meta device
         return None
-    if not isinstance(shape, Tensor):
+    if isinstance(shapes, Tensor):
+        operands = _operands(leaves)
+        run = _noted_run(func, leaves, operands, kwargs) if shapes.is_contiguous() else None
+        return DeferredTensor(
+            shapes, device, DeferredView(DeferredMemory(partial(_replayed, func, operands, structure, None), run))
+        )
+    if not isinstance(shapes, tuple | list) or not all(isinstance(each, Tensor) for each in shapes):
         return None
-    nodes = [leaf._node if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
-    base = _Base(partial(_replayed, func, nodes, structure))
-    for each in given:
-        each._node.base.read_by(base)
-    return DeferredTensor(shape, device, _Node(base))
+    return type(shapes)(
+        DeferredTensor(
+            shape, device, DeferredView(DeferredMemory(partial(_replayed, func, _operands(leaves), structure, number)))
+        )
+        for number, shape in enumerate(shapes)
+    )
 
 
-def _replayed(func: Any, nodes: Sequence[Any], structure: Any, known: _Known) -> Tensor:
-    args, kwargs = pytree.tree_unflatten([x.value(known) if isinstance(x, _Node) else x for x in nodes], structure)
-    result: Tensor = func(*args, **kwargs)
-    return result
+def _meta_arguments(leaves: list[Any], structure: Any) -> Any:
+    return pytree.tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def _operands(leaves: list[Any]) -> list[Any]:
+    """The same with what a noted operation reads in the place of deferred tensors."""
+    return [leaf._node.base.read_through(leaf._node) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
+
+
+def _noted_run(func: Any, leaves: list[Any], operands: list[Any], kwargs: dict[str, Any]) -> ReadRun | None:
+    """Computes runs of the result of an operation, if that is row-major."""
+    if func not in _ELEMENTWISE or _run_of(leaves[0]) is None:
+        return None
+    source = DeferredTensor(_meta(leaves[0]), leaves[0].device, operands[0])
+    options = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return lambda start, stop: func(run_of(source, start, stop), **options)
+
+
+def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: Known) -> Tensor:
+    values = [each.value(known) if isinstance(each, DeferredView) else each for each in operands]
+    args, kwargs = pytree.tree_unflatten(values, structure)
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    made: Tensor = result if number is None else result[number]
+    return made
 
 
 def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
-    known: _Known = {}
+    known: Known = {}
     values = [leaf._node.value(known) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(values, structure)
     return func(*args, **kwargs)
 
 
-def _change(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
+def _changed(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
     """Result of an operation that changes some of its arguments in place."""
     changed: list[Any] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed += pytree.tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+    if torch.Tag.inplace_view in func.tags and any(isinstance(each, DeferredTensor) for each in changed):
+        raise UnsupportedError(
+            f"`{func.overloadpacket.__name__}` of a tensor of a pretrained model whose values are not read yet: its "
+            "shape cannot change in place. Assign the result of the same operation without `_`, as a new parameter or "
+            "as `.data`."
+        )
+    if len(changed) == 1 and args and args[0] is changed[0] and _is_change_noted(func, leaves, structure):
+        return changed[0]
     for tensor in changed:
         if isinstance(tensor, DeferredTensor):
-            tensor._node.base.change()
+            replaced = _is_replaced(func, leaves, structure) and tensor is leaves[0]
+            tensor._node.base.change_at_once(
+                torch.empty_like(_meta(tensor), device=tensor.device) if replaced else None
+            )
     result = _computed(func, leaves, structure)
     return changed[0] if isinstance(result, Tensor) and len(changed) == 1 else result
+
+
+def _is_replaced(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Whether an operation replaces all values of the first of ``leaves`` and its base by ordinary ones."""
+    if func not in _REPLACING or not isinstance(leaves[0], DeferredTensor) or leaves[0]._node.views:
+        return False
+    return not any(isinstance(each, DeferredTensor) for each in leaves[1:]) and _is_possible(func, leaves, structure)
+
+
+def _is_possible(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Whether an operation is right for the meta device; if it is wrong, computing it will tell."""
+    args, kwargs = _meta_arguments(leaves, structure)
+    try:
+        func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
+    """Note an operation that changes the first of ``leaves`` alone; ``False``: it must be computed at once."""
+    tensor, *others = leaves
+    if not isinstance(tensor, DeferredTensor) or tensor.is_kept:
+        return False
+    if not all(_can_be_noted(each, tensor.device) for each in others):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags or not _is_possible(func, leaves, structure):
+        return False
+    node, copies = tensor._node, [each.clone() if isinstance(each, Tensor) else each for each in others]
+    views = node.views
+
+    def change(value: Tensor) -> None:
+        for view in views:
+            value = view(value)
+        _replayed(func, [value, *copies], structure, None, {})
+
+    numbers = [each.item() if isinstance(each, Tensor) else each for each in copies]
+    node.base.change_later(change, f"{func}{numbers}")
+    return True
+
+
+def _can_be_noted(leaf: Any, device: torch.device) -> bool:
+    """Whether a change on ``device`` can remember an argument until it is repeated: a number is one, on all ranks."""
+    if not isinstance(leaf, Tensor):
+        return True
+    # Only values tell whether an index or a mask is right, and an error must be raised at once.
+    is_number = leaf.is_floating_point() or leaf.is_complex()
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device == device and leaf.ndim == 0 and is_number
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
@@ -326,8 +390,8 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     if isinstance(data, DeferredTensor):
         node = data._node
     else:
-        node = _Node(_Base(lambda known: data.detach()))
-        node.base.change()
+        node = DeferredView(DeferredMemory(lambda known: data.detach()))
+        node.base.change_at_once(data.detach())
     with torch._C.DisableTorchFunctionSubclass():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))
     tensor._node = node

@@ -76,8 +76,9 @@ class HomeStages(Guard):
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
             f"{self.stage}, that of this rank. Compute with it in a step, in a hook of Lightning, or in "
             "`accelerator.smp.with_weights(lambda: ...)` on all ranks; to save the model, "
-            "call `trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; to have the whole "
-            'model after a run, leave `restore_module` at "all".'
+            "call `trainer.save_checkpoint`, `model.save_pretrained` (with Accelerate) or "
+            "`accelerator.get_state_dict(model)` on all ranks; to have the whole model after a run, set "
+            '`restore_module="all"`.'
         )
 
     @property

@@ -30,9 +30,11 @@ def leave_meta(tensor: Tensor, values: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, values)
 
 
-def unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for ``tensor``, filled with NaN where the dtype has it, so that gaps can be found."""
+def unset(tensor: Tensor, device: torch.device, *, marks: bool = True) -> Tensor:
+    """Memory for ``tensor``; with ``marks`` filled with NaN where the dtype has it, so that gaps can be found."""
     values = torch.empty_like(tensor, device=device, requires_grad=False)
+    if not marks:
+        return values
     return values.fill_(torch.nan) if _can_be_nan(values) else values.zero_()
 
 

@@ -80,6 +80,10 @@ class Ownership:
         """Stage that saves the parameter, buffer or extra state ``name``."""
         if name in self._by_name:
             return min(self._by_name[name])
+        # A buffer that its unit has registered since, or extra state: only the stage of the unit changes it.
+        for unit in self.units:
+            if name.startswith(f"{unit.name}."):
+                return self.stage_of[unit.name]
         # Extra state of a module is saved with its tensors; that of a module without tensors by the first stage.
         prefix = name.rpartition(".")[0] + "."
         stages = [min(holders) for other, holders in self._by_name.items() if other.startswith(prefix)]

@@ -12,18 +12,22 @@ Truth values, and tensors without a dim of samples, can be merged in more than o
 be counts, the result contains a :class:`NotJoined` in their place, which raises when it is used.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, SimpleNamespace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import Path, are_alike, is_list, rebuild_mapping
+from smp_strategy.model.trace.opened_objects import has_tensors
 
 __all__ = ["StepArgument", "NotJoined", "given", "merge", "refuse_not_joined"]
 
@@ -115,7 +119,22 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
             name: merge([getattr(output, name) for output in outputs], sizes, (*path, f".{name}")) for name in names
         }
         return dataclasses.replace(first, **merged)
+    if isinstance(first, (Distribution, SimpleNamespace)) and has_tensors(first):
+        return _merge_attributes(outputs, sizes, path)
     return _merge_values(outputs, sizes, path)
+
+
+def _merge_attributes(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> Any:
+    """Objects that stand for their attributes; numbers there are settings, not counts."""
+    merged = copy.copy(outputs[0])
+    for name, first in vars(outputs[0]).items():
+        found = [vars(output).get(name) for output in outputs]
+        if isinstance(first, (bool, int, float, str, NoneType)):
+            same = all(each == first for each in found)
+            vars(merged)[name] = first if same else NotJoined(_named((*path, f".{name}"), first), "they differ")
+        else:
+            vars(merged)[name] = merge(found, sizes, (*path, f".{name}"))
+    return merged
 
 
 def refuse_not_joined(result: Any) -> Any:

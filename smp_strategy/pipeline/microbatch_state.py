@@ -26,6 +26,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import collectors
+from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item
 from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import frozen
@@ -265,8 +266,8 @@ class _Names:
     def enter(self, own: Any) -> None:
         self._shared = dict(self.target)
         self._given = own or {}
-        if own:
-            self.target.update(own)
+        for name, value in self._given.items():
+            set_item(self.target, name, value)
 
     @property
     def plain(self) -> list[tuple[Any, Any]]:
@@ -308,9 +309,9 @@ class _Names:
 
     def _restore(self, name: Any, before: Any) -> None:
         if before is MISSING:
-            del self.target[name]
+            delete_item(self.target, name)
         else:
-            self.target[name] = before
+            set_item(self.target, name, before)
 
     def put_back(self, found: list[Any]) -> None:
         """Merge the own values of all microbatches, in their order: the last one wins, lists are concatenated."""
@@ -319,9 +320,9 @@ class _Names:
             before = self.target.get(name)
             if isinstance(before, list) and all(_continues(value, before) for value in values):
                 # `self.losses = self.losses + [loss]`
-                self.target[name] = [*before, *(item for value in values for item in value[len(before) :])]
+                set_item(self.target, name, [*before, *(item for value in values for item in value[len(before) :])])
             else:
-                self.target[name] = values[-1]
+                set_item(self.target, name, values[-1])
 
 
 class _Items:
@@ -372,11 +373,7 @@ class _Items:
         self._fill(items)
 
     def _fill(self, items: list[Any]) -> None:
-        self.target.clear()
-        if isinstance(self.target, set):
-            self.target.update(items)
-        else:
-            self.target.extend(items)
+        refill(self.target, items)
 
 
 def _key(target: Any) -> int:

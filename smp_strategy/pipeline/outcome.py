@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee, Made, Prediction, Same, is_constant
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_result
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import start_of_gradient
@@ -60,7 +60,7 @@ def made_tensors(
     Raises:
         UnsupportedError: the result is not as predicted.
     """
-    flat = [output] if isinstance(output, Tensor) else flatten(output)[0]
+    flat = [output] if isinstance(output, Tensor) else flatten_result(output, inputs)[0]
     same_length = len(flat) == len(prediction.outputs)
     if not same_length or not all(_agrees(leaf, p, inputs) for leaf, p in zip(flat, prediction.outputs, strict=True)):
         raise UnsupportedError(

@@ -109,6 +109,7 @@ class PlacedTensor(Tensor):
         family: number in common with its views (autograd's base), but not with detached tensors.
     """
 
+    is_placed = True
     program: Interpreter
     value: Value
     spec: TensorSpec

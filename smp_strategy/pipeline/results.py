@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.model.trace.opened_objects import is_opened_placed
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
@@ -30,7 +31,9 @@ def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_s
     Returns:
         A function that waits and returns ``tree`` with real, detached tensors.
     """
-    leaves, structure = flatten(tree, lambda nest: type(nest) is torch.Size)  # which would become a tuple
+    leaves, structure = flatten(
+        tree, lambda nest: type(nest) is torch.Size, is_opened_placed
+    )  # which would become a tuple
     placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
     for tensor in placed:
         if not tensor.program.closed:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.past_overrides import delete_item, set_item
 
 __all__ = ["MISSING", "SwitchPlace", "Switches", "is_same"]
 
@@ -251,9 +252,10 @@ class Switches:
 
     def _set(self, place: SwitchPlace, value: Any) -> None:
         if value is MISSING:
-            self._target(place).pop(place.name, None)
+            if place.name in self._target(place):
+                delete_item(self._target(place), place.name)
         else:
-            self._target(place)[place.name] = value
+            set_item(self._target(place), place.name, value)
 
     def _target(self, place: SwitchPlace) -> MutableMapping[Any, Any]:
         found = self._targets.get(place.key)

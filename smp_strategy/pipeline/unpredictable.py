@@ -4,12 +4,13 @@ The description (shapes, constants, structure) is a small message. Other stages 
 beforehand, so all descriptions have the same size.
 """
 
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
@@ -17,6 +18,7 @@ from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.fake_call import tensors_of
 from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.opened_objects import LeafSlot
 from smp_strategy.model.trace.prediction import (
     Absent,
     Made,
@@ -28,7 +30,7 @@ from smp_strategy.model.trace.prediction import (
     is_constant,
     versions_of,
 )
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_result
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.draws import ProgramDraws
@@ -42,6 +44,8 @@ from smp_strategy.pipeline.routing import Placement, SegmentId
 __all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
 
 MESSAGE_BYTES = 1 << 15
+# Larger ones are no values, but caches or parts of a model.
+OBJECT_BYTES = 1 << 11
 MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
 """Metadata of a description."""
 
@@ -143,12 +147,6 @@ class UnpredictableCalls:
         return ran, prediction
 
 
-class _LeafSlot:
-    """Placeholder of a leaf, with a device because packed sequences, which are named tuples, query it."""
-
-    device = torch.device("cpu")
-
-
 def encode(name: str, prediction: Prediction) -> Tensor:
     """Encode the description of the result of the call ``name`` as a message.
 
@@ -157,7 +155,7 @@ def encode(name: str, prediction: Prediction) -> Tensor:
     """
     outputs = tuple(_sendable(output) for output in prediction.outputs)
     # Containers can be pickled, pytree's description of them only with a warning.
-    skeleton = pytree.tree_unflatten([_LeafSlot()] * len(outputs), prediction.structure)
+    skeleton = pytree.tree_unflatten([LeafSlot()] * len(outputs), prediction.structure)
     try:
         message = pickle.dumps((skeleton, outputs, prediction.changed, prediction.aliases))
     except Exception as error:
@@ -177,11 +175,25 @@ def encode(name: str, prediction: Prediction) -> Tensor:
 def decode(message: Tensor) -> Prediction:
     """Inverse of :func:`encode`, for messages of another stage of this run."""
     skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
-    _, structure = flatten(skeleton)
+    _, structure = flatten_result(skeleton)
     return Prediction(outputs=outputs, structure=structure, changed=changed, aliases=aliases, random=True)
 
 
 def _sendable(output: Any) -> Any:
     if isinstance(output, (Made, Same)) or is_constant(output):
         return output
-    return Absent(type(output).__name__)
+    message = io.BytesIO()
+    try:
+        _WithoutTensors(message).dump(output)
+    except Exception:
+        return Absent(type(output).__name__)
+    return output if message.tell() <= OBJECT_BYTES else Absent(type(output).__name__)
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Pickles objects that are the same on every stage: the transform of a distribution, a name, a setting."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, nn.Module)):
+            raise TypeError
+        return NotImplemented

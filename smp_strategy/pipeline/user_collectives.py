@@ -165,9 +165,10 @@ class _Exchange:
 def _elsewhere(*args: Any, smp_entry: _Exchanged, smp_exchange: _Exchange, **kwargs: Any) -> Any:
     """Replacement for the code of the functions."""
     # Everything that it needs comes as keyword defaults: the code runs with the globals of torch's module, not these.
-    if not smp_exchange.opened:
-        return smp_exchange.outside(smp_entry, args, kwargs)
-    return smp_exchange.opened[-1].answer(smp_entry, args, kwargs)
+    # One look: Ctrl-C may end the step on another thread in between.
+    for innermost in smp_exchange.opened[-1:]:
+        return innermost.answer(smp_entry, args, kwargs)
+    return smp_exchange.outside(smp_entry, args, kwargs)
 
 
 def _exchange() -> _Exchange:

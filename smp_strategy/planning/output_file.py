@@ -1,12 +1,38 @@
 """Atomic writes of text files that people or other jobs read: partition files and reports."""
 
+import errno
 import os
 import secrets
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from smp_strategy.errors import SMPError, cause_of
+from smp_strategy.errors import ConfigError, SMPError, cause_of
 
-__all__ = ["write_atomically"]
+__all__ = ["refuse_unwritable", "write_atomically"]
+
+
+def refuse_unwritable(path: str | Path, name: str) -> None:
+    """Refuse a path that :func:`write_atomically` could not write, before there is anything to write.
+
+    Args:
+        path: the file.
+        name: name of the option that it comes from.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        with suppress(FileNotFoundError):
+            path.lstat()  # a name that the system takes
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise ConfigError(f"`{name}` ({path}) cannot be written: {cause_of(error, path)}") from None
 
 
 def write_atomically(path: str | Path, text: str) -> None:

@@ -272,7 +272,14 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
         kind = type(module).__name__
         if found is not None:
             block, how = found
-            line = LayerLine(name, kind, describe(how), block.source, how.style not in ("whole", "inside"))
+            line = LayerLine(
+                name,
+                kind,
+                describe(how),
+                block.source,
+                how.style not in ("whole", "inside"),
+                is_asked=how.style == "whole" and block.source == by_pattern.SOURCE,
+            )
             if how.style == "layer":
                 inside[name] = line
             yield line
@@ -286,7 +293,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
 def _whole_line(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> LayerLine:
     kind = type(module).__name__
     if (reason := notes.disabled(modules).get(name)) is not None:
-        return LayerLine(name, kind, "whole", reason, False)
+        return LayerLine(name, kind, "whole", reason, False, is_asked=True)
     if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)):
         return LayerLine(name, kind, "whole", "has vectors only", False)
     if isinstance(module, nn.Embedding) and any(

@@ -40,6 +40,10 @@ SCRIPTS = {
         ["--quick"],
         {"worst_ratio_vs_torch", "auto_ratio_vs_torch_1f1b", "sleep_efficiency", "worst_over_optimum"},
     ),
+    "pretrained.py": (
+        ["--quick"],
+        {"peak_over_share", "load_over_plain", "save_over_plain", "startup_over_plain"},
+    ),
     "sharding.py": (
         ["--quick"],
         {"world1_overhead", "one_node_time_vs_fsdp2", "one_node_memory_vs_fsdp2"},

@@ -4,6 +4,7 @@ All in one pipeline of two stages, against one process.
 """
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -291,3 +292,56 @@ def test_ranks_that_split_layers_read_samples_of_their_own(loss_of):
     for rank, (_, logits, last) in enumerate(found):
         torch.testing.assert_close(logits, expected[rank], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(last, expected[rank][: 3 if rank else 1], rtol=1e-5, atol=1e-5)
+
+
+class ReturnsObjects(nn.Module):
+    """Returns the mapping that it was called with and a distribution, as encoders of sentences and actors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, features):
+        x = features["x"]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        features["embedding"] = x
+        features["pi"] = torch.distributions.Independent(torch.distributions.Normal(x, x.exp()), 1)
+        return features
+
+
+def loss_of_objects(out, x):
+    return out["embedding"].square().mean() - out["pi"].log_prob(x * 0.1).mean()
+
+
+def objects(smp):
+    accelerator = fresh_accelerator(smp)
+    torch.manual_seed(0)
+    net = ReturnsObjects()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    out = model(UserDict(x=x))
+    loss = loss_of_objects(out, x)
+    step(accelerator, optimizer, loss)
+    model.eval()
+    with torch.no_grad():
+        later = model(UserDict(x=x))
+    kinds = (type(out).__name__, list(out), type(out["pi"]).__name__, out["pi"].batch_shape)
+    return loss.item(), kinds, later["embedding"].tolist(), later["pi"].base_dist.scale.tolist()
+
+
+@pytest.mark.parametrize("smp", [PP2, {"sharded_data_parallel_degree": 2}], ids=["pp2", "sdp2"])
+def test_a_model_may_return_mappings_and_distributions(smp):
+    torch.manual_seed(0)
+    net = ReturnsObjects()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    loss = loss_of_objects(net(UserDict(x=x)), x)
+    loss.backward()
+    optimizer.step()
+    later = net(UserDict(x=x))
+    for found, kinds, embedding, scale in on_ranks(objects, 2, smp):
+        assert kinds == ("UserDict", ["x", "embedding", "pi"], "Independent", (4,))
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        torch.testing.assert_close(torch.tensor(embedding), later["embedding"].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(scale), later["pi"].base_dist.scale.detach(), rtol=1e-5, atol=1e-6)

@@ -20,6 +20,8 @@ from accelerate_checks import (
 from safetensors.torch import load_file
 from torch import nn
 
+from smp_strategy.errors import CheckpointError
+
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 LAYOUTS = {
     "pp2": (2, PP2),
@@ -301,10 +303,16 @@ def misses_objects(folder):
         except (RuntimeError, ValueError) as error:
             found.append(str(error))
     (folder / "model.safetensors").unlink(missing_ok=True)
-    try:
-        run[0].load_state(folder)
-    except FileNotFoundError as error:
-        found.append(str(error))
+    for error_class, content in ((FileNotFoundError, None), (CheckpointError, [1, 2])):
+        run[0].wait_for_everyone()
+        if content is not None and run[0].is_main_process:
+            torch.save(content, folder / "pytorch_model.bin")
+            (folder / "manifest.json").unlink()
+        run[0].wait_for_everyone()
+        try:
+            run[0].load_state(folder)
+        except error_class as error:
+            found.append(str(error))
     return found
 
 
@@ -316,6 +324,7 @@ def test_what_cannot_be_loaded_is_said_on_all_ranks(tmp_path):
         assert "no options ['strickt']" in found[3]
         assert "is a file, but a folder is to be written" in found[4]
         assert "neither model.safetensors nor pytorch_model.bin" in found[5]
+        assert "pytorch_model.bin has an object of the class list, so `accelerator.save_state` has not" in found[6]
 
 
 def draws():

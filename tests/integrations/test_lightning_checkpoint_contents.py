@@ -14,6 +14,8 @@ from lightning_toy import NEWER, on_ranks, quiet, toy_loader, toy_module, toy_tr
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from smp_strategy.errors import CheckpointError
+
 callbacks = import_module(f"{NEWER}.callbacks")
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 4}
 SDP2 = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
@@ -305,3 +307,35 @@ def test_a_directory_is_written_to_folders_only(tmp_path):
 
 def refuse_with(folder, smp, path, options):
     refuse(folder, smp, path, **options)
+
+
+FOREIGN = {
+    "list.ckpt": "has an object of the class list instead of a dict, so it is none of Lightning's checkpoints",
+    "inside.ckpt": "is no dict of weights by their names, but an object of the class list",
+    "other.ckpt": "has no `state_dict`, so it is none of Lightning's checkpoints (there are 'model')",
+    "notes": "is a folder, but no checkpoint of Lightning's. Give a file or a folder that",
+    "weights": "is a folder, but no checkpoint of Lightning's. It is a folder with weights, as Hugging Face has them.",
+}
+
+
+def foreign(folder, smp):
+    """What is said of files and folders of others."""
+    found = []
+    for name in FOREIGN:
+        try:
+            toy_trainer(folder, smp=smp, max_epochs=1).fit(toy_module(), toy_loader(), ckpt_path=folder / name)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_others_have_written_is_refused_by_its_name(tmp_path):
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    torch.save({"state_dict": [1, 2]}, tmp_path / "inside.ckpt")
+    torch.save({"model": {}}, tmp_path / "other.ckpt")
+    for name, file in (("notes", "readme.txt"), ("weights", "model.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_bytes(b"")
+    for found in on_ranks(foreign, 2, tmp_path, PP2):
+        for text, (name, expected) in zip(found, FOREIGN.items(), strict=True):
+            assert f"{tmp_path / name} {expected}" in text

@@ -156,7 +156,7 @@ def averaged(folder, options):
 def test_copies_that_callbacks_make_begin_with_the_same_values(tmp_path):
     [expected] = on_ranks(averaged, 1, tmp_path, smp(1))
     assert not any(tensor.is_meta or tensor.isnan().any() for tensor in expected.values())
-    for found in on_ranks(averaged, 2, tmp_path, smp(2)):
+    for found in on_ranks(averaged, 2, tmp_path, smp(2, restore_module="all")):
         assert_same_weights(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -174,3 +174,26 @@ def test_a_run_with_split_layers_goes_on_from_its_checkpoint_as_one_rank_does(tm
     for found in on_ranks(resume, 2, tmp_path / "2", smp(1, **SPLIT)):
         assert found[0] == pytest.approx(expected[0], rel=1e-4)
         assert found[1:] == expected[1:]
+
+
+def after_a_run(folder, options):
+    with torch.device("meta"):
+        module = toy_module()
+    trainer = toy_trainer(folder, smp=options, max_epochs=1)
+    trainer.fit(module, toy_loader())
+    trainer.save_checkpoint(folder / "end.ckpt")
+    try:
+        return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_module_is_left_as_it_is_at_the_end_unless_somebody_asks(tmp_path):
+    for found in on_ranks(after_a_run, 2, tmp_path / "unset", smp(2)):
+        for remedy in ("trainer.save_checkpoint", "get_state_dict", '`restore_module="all"`'):
+            assert remedy in found
+    first, second = on_ranks(after_a_run, 2, tmp_path / "first", smp(2, restore_module="rank_zero"))
+    assert isinstance(second, str)
+    for found in (first, *on_ranks(after_a_run, 2, tmp_path / "all", smp(2, restore_module="all"))):
+        for name, value in weights_of(tmp_path / "unset").items():
+            assert torch.equal(found[name], value)

@@ -205,6 +205,12 @@ def wrong_stage(pp):
         ),
         (plain_model, {"auto_partition": False, "default_partition": 1}, "No unit is on stage 0. Place one of"),
         (wrong_stage, {"auto_partition": False}, "`model.blocks.3`, `model.head` are placed on stage 2, but with 2"),
+        (plain_model, {"partition_file": "/proc/no/p.json"}, "`partition_file` (/proc/no/p.json) cannot be written: "),
+        (
+            plain_model,
+            {"pipeline": "1f1b", "virtual_pipeline_degree": 10**6},
+            "`pipeline_parallel_degree` (2) times `virtual_pipeline_degree` (1000000) must not be larger than",
+        ),
     ],
 )
 def test_what_cannot_be_placed_is_refused_before_the_first_step(make, options, message, tmp_path):

@@ -113,7 +113,15 @@ def run_hidden(folder, smp):
     return spread, trainer.predict(module, toy_loader(shuffle=False))
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_degree": 2, "microbatches": 2}], ids=["2 parts", "stages"])
+# Stages part the layers of a pair, so each is named.
+STAGES = {
+    "pipeline_parallel_degree": 2,
+    "microbatches": 2,
+    "tensor_parallel": {f"net.{n}": "column" for n in (0, 2, 4, 6)},
+}
+
+
+@pytest.mark.parametrize("options", [{}, STAGES], ids=["2 parts", "stages"])
 def test_steps_of_other_kinds_see_whole_features_between_layers_of_a_pair(options, tmp_path):
     smp = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2, **options}
     with quiet():

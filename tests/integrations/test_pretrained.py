@@ -1,6 +1,7 @@
 """`from_pretrained` in `configure_model` under delayed initialisation: the values of plain loading, in any layout."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+
+from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.model.deferred_tensor import DeferredTensor
 
 VOCABULARY = 64
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
@@ -133,6 +137,13 @@ def test_ranks_hold_what_plain_loading_gives(model, layout, tmp_path):
                 assert found_loss == pytest.approx(loss, rel=1e-4)
                 for name, expected in ended.items():
                     torch.testing.assert_close(found_ended[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_files_are_not_read_whole_where_they_cannot_be_mapped(tmp_path):
+    weights = saved(tmp_path, "llama")
+    with torch.device("meta"), deferring():
+        net = LlamaForCausalLM.from_pretrained(weights, disable_mmap=True)
+    assert all(isinstance(each, DeferredTensor) and not each.is_kept for each in net.parameters() if each.ndim > 1)
 
 
 def with_new_head(folder):
@@ -260,3 +271,19 @@ def test_hooks_before_the_first_step_see_values(layout, tmp_path):
         if layout != "sdp2":
             for name, expected in ended.items():
                 torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def change_by_rank(net):
+    net.lm_head.weight.data.mul_(1 + int(os.environ.get("RANK", 0)))
+    return net
+
+
+def error_of_change(folder, weights, options):
+    return error_of(lambda: validate_and_fit(folder, weights, plain_load, options, adapted=change_by_rank))
+
+
+def test_changes_that_differ_between_ranks_are_refused(tmp_path):
+    weights = saved(tmp_path / "pretrained", "llama")
+    for message in on_ranks(error_of_change, 2, tmp_path / "smp", weights, PP2):
+        assert "Ranks have different models" in message
+        assert "changed by aten.mul_.Tensor[2]" in message

@@ -270,6 +270,6 @@ def test_an_interrupted_write_leaves_nothing(trained, tmp_path, monkeypatch, cap
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smp_strategy.checkpoint.convert.safetensors.save_file", interrupt)
+    monkeypatch.setattr("smp_strategy.checkpoint.convert.safetensors.SafetensorsFile.write", interrupt)
     assert smp("export", trained / "ours.ckpt", tmp_path / "out") == 130
     assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
+from smp_strategy.model.deferred_tensor import DeferredTensor
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, Text, WeightsInTheGlue
@@ -268,7 +269,7 @@ class LivingBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            has_memory = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+            has_memory = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor | DeferredTensor)
             if has_memory and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
@@ -278,8 +279,10 @@ class LivingBytes(TorchDispatchMode):
         return result
 
 
-def bytes_while_a_share_is_taken(monkeypatch: pytest.MonkeyPatch, pp: int, **options: Any) -> tuple[int, ...]:
-    model = on_meta(lambda: LabelledText(width=256))
+def bytes_while_a_share_is_taken(
+    monkeypatch: pytest.MonkeyPatch, pp: int, model: nn.Module | None = None, **options: Any
+) -> tuple[int, ...]:
+    model = on_meta(lambda: LabelledText(width=256)) if model is None else model
     engine = engine_for(model, pp=pp, sdp_param_persistence_threshold=0, **options)
     counter = LivingBytes()
     construct = LocalModel.__init__

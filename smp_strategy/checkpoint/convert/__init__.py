@@ -12,6 +12,7 @@ safetensors           Safetensors, with an index or without; reads and writes.
 weight_folders        Folders of Hugging Face, and of Accelerate's ``save_state``.
 read_sagemaker        One file per rank of SageMaker's model parallel library.
 join_tp               Joins the parts of tensor-parallel ranks to whole tensors.
+merge_adapters        Merges LoRA adapters of PEFT into the weights that they adapt.
 write_own             Our two forms: sharded folder, full file.
 write_hugging_face    Safetensors, or a folder for ``from_pretrained``.
 summary               Plain data about a checkpoint, for ``smp inspect``.

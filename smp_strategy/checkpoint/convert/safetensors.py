@@ -1,5 +1,6 @@
 """Reads and writes safetensors: one file, or several with an index, in the layout of Hugging Face."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,11 +9,12 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
+from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["INDEX", "INDEX_ENDING", "indexed", "open_safetensors", "shards", "write_safetensors"]
@@ -132,7 +134,7 @@ def write_safetensors(
     max_bytes: int,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
-    """Write ``tensors`` to files in an existing folder; one file at most is in memory.
+    """Write ``tensors`` to files in an existing folder; one tensor at most is in memory.
 
     Args:
         directory: Gets ``model.safetensors``, or ``model-00001-of-00002.safetensors``, ... and an index.
@@ -144,12 +146,11 @@ def write_safetensors(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts or [[]], 1):
         file = "model.safetensors" if len(parts) <= 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        values: dict[str, Tensor] = {}
-        for name in names:
-            # safetensors refuses tensors that share memory, and non-contiguous ones.
-            values[name] = tensors[name].read().clone(memory_format=torch.contiguous_format)
-            progress(name)
-        save_file(values, directory / file, metadata={"format": "pt"})
+        infos = {name: LocalTensorInfo(tensors[name].shape, tensors[name].dtype) for name in names}
+        with contextlib.closing(SafetensorsFile(directory / file, infos, {"format": "pt"})) as written:
+            for name in names:
+                written.write(name, tensors[name].read())
+                progress(name)
         weight_map.update(dict.fromkeys(names, file))
     files = list(dict.fromkeys(weight_map.values()))
     if len(parts) > 1:

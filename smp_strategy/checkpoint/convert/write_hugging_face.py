@@ -200,7 +200,7 @@ def export_safetensors(
     Args:
         weights: Weights by their new names.
         target: Folder.
-        max_bytes: Bytes of tensors in one file, which is also the memory needed.
+        max_bytes: Bytes of tensors in one file.
         progress: Called with each name.
         check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
     """
@@ -227,7 +227,7 @@ def export_hugging_face(
         configuration: Folder with the model's ``config.json``, or that file.
         prefix: See :func:`~smp_strategy.checkpoint.convert.write_hugging_face.hugging_face_weights`.
         dtype: Dtype of floating point weights; ``None``: as they are.
-        max_bytes: Bytes of tensors in one file, which is also the memory needed.
+        max_bytes: Bytes of tensors in one file.
         progress: Called with each name.
         check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
 

@@ -7,6 +7,7 @@ import torch
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
+from smp_strategy.checkpoint.convert.merge_adapters import merge_adapters
 from smp_strategy.checkpoint.convert.names import strip_prefix
 from smp_strategy.checkpoint.convert.write_hugging_face import (
     Progress,
@@ -29,6 +30,7 @@ def run(given: Namespace) -> int:
     (target, check), dtype = check_output(given), _dtype(given.dtype)
     contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
     is_all = given.hf is None and given.form != "safetensors"
+    merged = _merge(contents, given, is_all=is_all)
     with show_progress(num_entries(contents) if is_all else len(contents.weights), is_quiet=given.quiet) as progress:
         if given.hf is not None:
             remarks = export_hugging_face(
@@ -51,8 +53,18 @@ def run(given: Namespace) -> int:
     if not is_all:
         remarks += _left_behind(contents)
     if not given.quiet:
-        tell([*contents.remarks, *remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])
+        tell([*contents.remarks, *merged, *remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])
     return 0
+
+
+def _merge(contents: CheckpointContents, given: Namespace, *, is_all: bool) -> list[str]:
+    if given.merge_adapters is None:
+        return []
+    if is_all:
+        raise CheckpointError(
+            f"--merge-adapters is for safetensors and --hf, and --form {given.form} keeps what training needs."
+        )
+    return merge_adapters(contents, Path(given.merge_adapters))
 
 
 def _save(

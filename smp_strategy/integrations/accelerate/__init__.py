@@ -3,6 +3,7 @@
 Reading order::
 
     launch.py, launch_options.py          patches of `accelerate launch`; `smp_config` becomes SMP_* variables
+    own_options.py                        options that only scripts with Accelerate have
     plugin.py                             SMPPlugin, which adds the hooks to an Accelerator under construction
     validation.py                         errors about unsupported options, models and optimizers
     session.py                            Session, the state that all hooks share; HookBase
@@ -15,6 +16,7 @@ Reading order::
     data_ranks.py, collectives.py         gather, reduce and their like over data ranks
     saving.py, saving_calls.py            full state dicts; the model's own state_dict and load_state_dict
     full_states.py, shared_states.py      gathering and loading of full states; one copy per machine
+    spread_saving.py, pretrained_calls.py model files without gathering the model; save_pretrained of the model
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
     state_folders.py, state_files.py      atomic checkpoint folders; Accelerate's own files
     rng_files.py                          RNG states in these files

@@ -142,10 +142,22 @@ class SMPTrainer(Trainer):
     # Saving. The Trainer calls these methods on all ranks.
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the full model on the first process. Collective."""
+        """Write the model: all processes write files of weights, the first one all others. Collective."""
+        if state_dict is None and self._saves_together():
+            if self.args.should_save:
+                super()._save(output_dir)  # calls `save_pretrained`
+            else:  # which Transformers would not call here
+                model: Any = self.model
+                model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+            return
         if state_dict is None:
             state_dict = self.accelerator.get_written_state_dict(self.model)
         super()._save(output_dir, state_dict=state_dict)
+
+    def _saves_together(self) -> bool:
+        """Whether ``save_pretrained`` of the model takes all processes."""
+        calls = self.accelerator.smp.pretrained_calls
+        return any(each.model is self.model and each.are_collective for each in calls)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the full optimizer state on the first process. Collective."""
@@ -252,7 +264,8 @@ def _check_version() -> None:
     found = f"Transformers {transformers.__version__}, while smp_strategy is tested with {TESTED}"
     ours = {name: each for name, each in vars(SMPTrainer).items() if inspect.isfunction(each)}
     others = [name for name, each in ours.items() if not _is_alike(each, getattr(Trainer, name, None))]
-    others.remove("_names_known")
+    for own in ("_names_known", "_saves_together"):
+        others.remove(own)
     if others:
         raise ConfigError(
             f"`transformers.Trainer` is that of {found}: its methods {', '.join(others)} differ, so that the model "

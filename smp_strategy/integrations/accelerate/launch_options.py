@@ -9,11 +9,13 @@ number of processes. Variables of the shell take precedence over the file.
 from collections.abc import Mapping
 from typing import Any, final
 
-from smp_strategy.config.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig, canonical, option_types, unknown_option
+from smp_strategy.config.config import SMPConfig, option_types, unknown_option
 from smp_strategy.config.parsing import as_dict, as_text, as_tuple, fits, parse
 from smp_strategy.config.recipe import parse_recipe
+from smp_strategy.config.variables import DOOR_OPTIONS, ENV_PREFIX, canonical, resolve_aliases
 from smp_strategy.distributed.mesh_shape import check_degree
 from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate.own_options import take_own, wrong_own
 
 __all__ = ["SELECTED", "LaunchOptions", "check_processes", "is_selected"]
 
@@ -69,6 +71,7 @@ class LaunchOptions:
         self._texts = {
             str(name): _text_of(str(name), value, problems) for name, value in node.items() if name != "recipe"
         }
+        resolve_aliases({str(name): value for name, value in node.items()}, problems)
         if problems:
             raise ConfigError([f"In `smp_config`: {problem}" for problem in problems])
 
@@ -90,6 +93,7 @@ def _text_of(name: str, value: Any, problems: list[str]) -> str:
     """Text of ``value`` in an environment variable."""
     text = as_text(value)
     if name in DOOR_OPTIONS:
+        problems += wrong_own(name, text)
         return text
     hint = option_types().get(canonical(name))
     if hint is None:
@@ -116,7 +120,13 @@ def check_processes(environ: Mapping[str, str], num_processes: int, num_machines
     Raises:
         ConfigError: options are wrong, contradict each other, or do not fit the number of processes.
     """
-    config = SMPConfig.from_variables(environ)
+    _, problems = take_own({}, environ)
+    try:
+        config = SMPConfig.from_variables(environ)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     if num_processes % num_machines:
         raise ConfigError(
             f"`num_processes` ({num_processes}, on all machines together) must be a multiple of `num_machines` "

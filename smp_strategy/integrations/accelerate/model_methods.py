@@ -21,7 +21,7 @@ from smp_strategy.distributed.rng_state import capture, generators_of, restore
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.patching import Patches
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_restored
 
@@ -111,7 +111,7 @@ class ModelMethods:
             raise _alone(unit, "is called")
         result = call()
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._model.get_submodule(unit).parameters()):
-            for leaf in flatten(result)[0]:
+            for leaf in flatten_output(result)[0]:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(_refuse, unit))
         return result

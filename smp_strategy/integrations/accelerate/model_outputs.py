@@ -27,7 +27,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.pipeline.join_results import merge
 
 __all__ = [
@@ -92,7 +92,7 @@ def loss_in(result: Any) -> Tensor | None:
 
 def pack(result: Any, *, only_loss: bool = False) -> Packed:
     """Prepare the result of a microbatch for sending; its tensors may be placed on other stages."""
-    leaves, structure = flatten(result)
+    leaves, structure = flatten_output(result)
     loss = loss_in(result)
     carried = [_carried(leaf, only_loss=only_loss and leaf is not loss) for leaf in leaves]
     places = [place for place, leaf in enumerate(carried) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -165,7 +165,7 @@ def with_loss(
 
     ended = [_on_graph(packed, refuse) for packed in outputs]
     merged = merge(ended, sizes)
-    leaves, structure = flatten(merged)
+    leaves, structure = flatten_output(merged)
     place = loss_in(merged)
     handed = loss_that_commits(loss, _once(commit))
     if inputs is not None:
@@ -185,7 +185,7 @@ def gradients_come_later(
     """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
     # `places` index the leaves of the whole `Packed`, whose first part is the result.
-    leaves = [flatten(packed)[0] for packed in step.outputs]
+    leaves = [flatten_output(packed)[0] for packed in step.outputs]
     found = [leaves[number][place] for number, place in places]
 
     def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
@@ -201,7 +201,7 @@ def gradients_come_later(
 
 
 def _on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
-    leaves, structure = flatten(packed.result)
+    leaves, structure = flatten_output(packed.result)
     if packed.places:
         for place, tensor in zip(packed.places, hang([leaves[place] for place in packed.places]), strict=True):
             leaves[place] = tensor
@@ -309,7 +309,7 @@ class OwnSamples:
         if own * self._mesh.tp != total:  # true on all ranks or on none
             counts = collectives.gather_numbers(own, "how many samples ranks have", self._mesh.tp_group)
             start = sum(counts[: self._mesh.tp_rank])
-        leaves, structure = flatten(result)
+        leaves, structure = flatten_output(result)
         return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
 
     def averaged(self, gradient: Tensor) -> Tensor:

@@ -17,20 +17,19 @@ import dataclasses
 import functools
 import os
 import sys
-import typing
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 
-from smp_strategy.config.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig
-from smp_strategy.config.parsing import parse
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
+from smp_strategy.integrations.accelerate.own_options import LossInModel, LossReduction, TrainingOutputs, take_own
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
@@ -99,10 +98,6 @@ def _with_hooks(stock: Any) -> Any:
     return type(stock.__name__, (AcceleratorHooks, stock), names)
 
 
-LossInModel = Literal["auto"] | bool
-LossReduction = Literal["mean", "sum"]
-TrainingOutputs = Literal["all", "loss"]
-
 Class = TypeVar("Class", bound=type)
 
 
@@ -153,7 +148,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         base_names = {field.name for field in dataclasses.fields(ParallelismConfig)}
         base = {name: options.pop(name) for name in base_names.intersection(options)}
         problems = problems_of_base(base)
-        own, wrong = _own_options(options)
+        own, wrong = take_own(options, os.environ)
         problems += wrong
         try:
             self.config = SMPConfig.from_options(**options)
@@ -208,25 +203,3 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
 
 
 _BASE_NAMES = frozenset(field.name for field in dataclasses.fields(ParallelismConfig))
-_OWN: dict[str, Any] = {
-    "loss_in_model": LossInModel,
-    "loss_reduction": LossReduction,
-    "training_outputs": TrainingOutputs,
-}
-assert set(_OWN) == DOOR_OPTIONS
-
-
-def _own_options(options: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """Pop the options that only this integration has from ``options``; return their values and problems."""
-    values, problems = [], []
-    for name, hint in _OWN.items():
-        value = getattr(SMPPlugin, name)
-        text = os.environ.get(f"{ENV_PREFIX}{name.upper()}")
-        if text is not None:
-            value = parse(text, bool | str if name == "loss_in_model" else hint)
-        value = options.pop(name, value)
-        choices = ("auto", True, False) if name == "loss_in_model" else typing.get_args(hint)
-        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-            problems.append(f"`{name}` must be one of {', '.join(map(str, choices))}, but is {value!r}.")
-        values.append(value)
-    return values, problems

@@ -252,7 +252,7 @@ class StateFolderHooks(SavingHooks):
             if optimizer in trained:
                 continue
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
-            self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
+            self.load_optimizer_state_dict(optimizer, state_files.state(path, "param_groups", **load_kwargs))
             full_states.leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
@@ -261,7 +261,7 @@ class StateFolderHooks(SavingHooks):
         if step is not None:
             self.step = step
         if (folder / OWN_FILE).exists():
-            self.load_own_state(state_files.mapped(folder / OWN_FILE))
+            self.load_own_state(state_files.state(folder / OWN_FILE))
 
     def _smp_stored(self, folder: Path) -> CheckpointReader | None:
         """Open the sharded folder; ``None`` if the checkpoint has none."""
@@ -330,6 +330,8 @@ class StateFolderHooks(SavingHooks):
         if given is not None:
             folder = Path(given).expanduser()
             commit.recover(folder)
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder} is a file. Name the folder that `accelerator.save_state` has written.")
             if not folder.is_dir():
                 raise ValueError(f"Tried to find {folder} but folder does not exist")
             return folder

@@ -20,17 +20,20 @@ from typing import Any, Final, NamedTuple, TypeVar
 from accelerate.utils import save
 from torch import nn
 
+from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.storage.write_errors import saving
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.accelerate.session import HookBase
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
+from smp_strategy.model.patching import Patches
 
 __all__ = ["OWN_FILE", "SavingHooks"]
 
@@ -64,13 +67,16 @@ class SavingHooks(HookBase):
                 load=partial(self.load_model_state_dict, model),
             )
             self.smp.state_calls.append(calls)
+            self.smp.pretrained_calls.append(PretrainedCalls(model, partial(self._smp_spread, model)))
         return model
 
     def free_memory(self, *objects: Any) -> Any:
         """Release everything that is prepared."""
+        for pretrained in self.smp.pretrained_calls:
+            pretrained.remove()
         for calls in self.smp.state_calls:
             calls.remove()
-        self.smp.state_calls = []
+        self.smp.state_calls, self.smp.pretrained_calls = [], []
         return super().free_memory(*objects)
 
     # State dicts, also for other code, such as a trainer that writes files of its own
@@ -203,14 +209,46 @@ class SavingHooks(HookBase):
             max_shard_size: maximum size of a file.
             safe_serialization: whether to write safetensors.
         """
-        meet("accelerator.save_model")
         target = Path(save_directory)
+        spread = self._smp_spread(model)
+        if spread is not None and safe_serialization and not self.project_configuration.save_on_each_node:
+            plan = partial(self._smp_noted, super().save_model, model, max_shard_size)
+            write_together("accelerator.save_model", spread, target, plan, replaces=folders.WEIGHTS)
+            return
+        meet("accelerator.save_model")
         with self._smp_begun(target) as staging:
             with alike(f"saving to {target}"):
                 super().save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
 
+    def _smp_noted(
+        self,
+        save_model: Callable[..., None],
+        model: nn.Module,
+        max_shard_size: int | str,
+        staging: Path,
+        state: SpreadState,
+        entries: dict[str, Any],
+    ) -> FileNotes:
+        """Let Accelerate's ``save_model`` prepare the files; those of tensors are noted."""
+        notes = FileNotes(staging)
+        with Patches() as patches:
+            patches.put(self, "get_state_dict", lambda *_, **__: entries)
+            patches.put(self, "save", lambda shard, path, **_: notes.note(shard, path, {"format": "pt"}))
+            save_model(model, staging, max_shard_size)
+        return notes
+
     # Which module, which optimizer
+
+    def _smp_spread(self, model: nn.Module) -> SpreadModel | None:
+        """``model``, if this rank lacks a part of it; else ``None``."""
+        place = self._smp_place(model)
+        if place is None:
+            return None
+        place.engine.saved.check_values()
+        if not place.engine.is_spread:
+            return None
+        return SpreadModel(place.engine, place.path, self._smp_aside)
 
     def _smp_place(self, module: nn.Module) -> _ModulePath | None:
         """Locate ``module`` in the module that the engine runs; ``None``: not in there, and whole on every rank."""
@@ -244,17 +282,7 @@ class SavingHooks(HookBase):
 
     def _smp_told(self, decide: Callable[[], T]) -> T:
         """Broadcast the result of ``decide`` on global rank 0, or its error. Collective."""
-        box: tuple[Any, Exception | None] = (None, None)
-        if self.is_main_process:
-            try:
-                box = decide(), None
-            except Exception as error:
-                box = None, error
-        decision, problem = collectives.tell(box, 0, "a decision of rank 0")
-        if problem is not None:
-            raise problem
-        made: T = decision
-        return made
+        return decided_by(0, decide, "a decision of rank 0")
 
     @contextmanager
     def _smp_begun(self, target: Path) -> Iterator[Path]:

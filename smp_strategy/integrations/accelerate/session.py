@@ -28,6 +28,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
+from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.model.trace.pytree import flatten
 
@@ -52,6 +53,7 @@ class Session:
         syncs_blocked: nesting depth of ``no_sync``.
         calls: replaced calls of the partitioned model; ``None`` until one is prepared.
         state_calls: replaced ``state_dict`` methods of all prepared models.
+        pretrained_calls: replaced ``save_pretrained`` methods of those that have one.
         background: asynchronous saves.
 
     Raises:
@@ -80,6 +82,7 @@ class Session:
         self.syncs_blocked = 0
         self.calls: ModelCalls | None = None
         self.state_calls: list[StateDictCalls] = []
+        self.pretrained_calls: list[PretrainedCalls] = []
         self.background = BackgroundSave()
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["mapped", "name", "read", "read_custom", "weights", "write", "write_weights"]
+__all__ = ["mapped", "name", "read", "read_custom", "state", "weights", "write", "write_weights"]
 
 _CUSTOM: Final = "custom_checkpoint_{}.pkl"
 
@@ -75,7 +75,7 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
         with _explained(safe):
             found = load_file(safe, device="cpu")
     elif pickled.exists():
-        found = mapped(pickled)
+        found = state(pickled)
     else:
         raise FileNotFoundError(
             f"{folder} has no weights for model {number}: neither {safe.name} nor {pickled.name} is there. Load a "
@@ -99,6 +99,25 @@ def mapped(path: Path, **options: Any) -> Any:
     """
     with _explained(path), allowing_plain_values():
         return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
+
+
+def state(path: Path, *keys: str, **options: Any) -> dict[str, Any]:
+    """Load a file of ``torch.save`` that must hold a dict with ``keys``; see :func:`mapped`.
+
+    Raises:
+        CheckpointError: it holds something else, so another program has written it.
+    """
+    found = mapped(path, **options)
+    if isinstance(found, Mapping) and all(key in found for key in keys):
+        return found  # type: ignore[return-value]  # as the file has it: an OrderedDict has attributes
+    has = (
+        f"a dict without `{keys[0]}`"
+        if isinstance(found, Mapping)
+        else f"an object of the class {type(found).__name__}"
+    )
+    raise CheckpointError(
+        f"{path} has {has}, so `accelerator.save_state` has not written it. Load a folder that it has written."
+    )
 
 
 @contextmanager

@@ -18,7 +18,18 @@ from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_ent
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.errors import CheckpointError, ConfigError
 
-__all__ = ["SHARDED", "STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
+__all__ = [
+    "SHARDED",
+    "STATES",
+    "WEIGHTS",
+    "begin",
+    "delete_oldest",
+    "move_in",
+    "newest",
+    "numbered",
+    "remove",
+    "weights_of",
+]
 
 # Subfolder of the sharded form, which all ranks write together.
 SHARDED: Final = SHARDED_STATE
@@ -30,7 +41,16 @@ STATES: Final = (
 )
 
 _BESIDE: Final = ".incomplete"
+_INDEX: Final = re.compile(r".*\.index(\..*)?\.json")
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+
+
+def weights_of(variant: str | None) -> str:
+    """The pattern for files of weights that transformers has written as ``variant``; ``None``: as usual."""
+    if variant is None:
+        return WEIGHTS
+    name = re.escape(variant)
+    return rf"model\.{name}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.{name}\.json"
 
 
 def numbered(folder: Path) -> list[Path]:
@@ -122,7 +142,10 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
         commit.commit(staging, target)
     else:
         new = {each.name for each in staging.iterdir()}
-        commit.merge(staging, target)
+        for each in target.iterdir():  # an old index beside half of the new files would make them look complete
+            if _INDEX.fullmatch(each.name) and re.fullmatch(replaces, each.name):
+                commit.remove(each)
+        commit.merge(staging, target)  # in the order of names: an index comes after the files that it names
         for each in target.iterdir():
             if each.name in new or each == beside or not re.fullmatch(replaces, each.name):
                 continue

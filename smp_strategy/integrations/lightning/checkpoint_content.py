@@ -16,6 +16,7 @@ and change them.
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -23,8 +24,18 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
+from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
+from smp_strategy.errors import CheckpointError
 
-__all__ = ["Directory", "split_checkpoint", "collect_optimizers", "join_checkpoint", "snapshot"]
+__all__ = [
+    "Directory",
+    "collect_optimizers",
+    "join_checkpoint",
+    "refuse_foreign_content",
+    "refuse_foreign_folder",
+    "snapshot",
+    "split_checkpoint",
+]
 
 _MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
 _MARK: Final = "smp_strategy/spread"
@@ -80,6 +91,46 @@ def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any
         lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
     )
     return collect_optimizers({**whole, **parts})
+
+
+def refuse_foreign_folder(path: Path) -> None:
+    """Refuse a folder that ranks have not written together.
+
+    Raises:
+        CheckpointError: ``path`` is such a folder.
+    """
+    if not path.is_dir():
+        return
+    kind = kind_of(path)
+    if kind in CHECKPOINTS:
+        problem = f"It is a {kind.value}. `smp import` makes one of it."
+    else:
+        problem = "Give a file or a folder that `trainer.save_checkpoint` or ModelCheckpoint has written."
+    reason = unreadable(path, kind) or f"{path} is a folder, but no checkpoint of Lightning's. {problem}"
+    raise CheckpointError(reason)
+
+
+def refuse_foreign_content(content: Any, path: Any) -> None:
+    """Refuse the content of a file that is no checkpoint of Lightning.
+
+    Raises:
+        CheckpointError: it has no weights where Lightning keeps them.
+    """
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} has an object of the class {type(content).__name__} instead of a dict, so it is none of "
+            "Lightning's checkpoints. Give a file that `trainer.save_checkpoint` or ModelCheckpoint has written."
+        )
+    if "state_dict" not in content:
+        raise CheckpointError(
+            f"{path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "
+            f"{', '.join(map(repr, content)) or 'no entries'}). `smp import` makes one of it."
+        )
+    if not isinstance(content["state_dict"], Mapping):
+        raise CheckpointError(
+            f"`state_dict` in {path} is no dict of weights by their names, but an object of the class "
+            f"{type(content['state_dict']).__name__}. Give a file that `trainer.save_checkpoint` has written."
+        )
 
 
 def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptChec
 from smp_strategy.integrations.lightning.checkpoint_content import (
     collect_optimizers,
     join_checkpoint,
+    refuse_foreign_content,
+    refuse_foreign_folder,
     snapshot,
     split_checkpoint,
 )
@@ -252,14 +254,10 @@ class CheckpointHooks:
             elif path is None or self._has_own_io:
                 checkpoint = plain(checkpoint_path, weights_only=weights_only)
             else:
-                checkpoint = collect_optimizers(
-                    _read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0)
-                )
-        if "state_dict" not in checkpoint:
-            raise CheckpointError(
-                f"{checkpoint_path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "
-                f"{', '.join(map(repr, checkpoint)) or 'no entries'}). `smp import` makes one of it."
-            )
+                refuse_foreign_folder(path)
+                content = _read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0)
+                checkpoint = collect_optimizers(dict(content)) if isinstance(content, Mapping) else content
+        refuse_foreign_content(checkpoint, checkpoint_path)
         return checkpoint
 
     def load_model_state_dict(self, engine: Engine | None, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
@@ -364,7 +362,7 @@ def _is_by_name(state: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
-def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str, Any]:
+def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> Any:
     """The content of a file, verified by a single rank per node that reads all of it. Collective.
 
     Raises:
@@ -386,7 +384,7 @@ def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str,
         raise CheckpointError(f"{path} cannot be loaded, as another rank has found: {kind}: {text}")
     if content is None:
         content = read_full(path, weights_only=weights_only, verify=False)
-    return dict(content)
+    return content
 
 
 def _is_forced_open() -> bool:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.parsing import as_timeout
 from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import begin_run, publish_own
@@ -78,7 +79,7 @@ class StrategyHooks(DelegatingStrategy):
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the Trainer fills them in.
         process_group_backend: default: gloo, plus torch's default backend for accelerators that no ranks share.
-        timeout: timeout of the process groups; default: torch's.
+        timeout: timeout of the process groups, a timedelta or seconds; default: torch's.
         options: fields of ``SMPConfig``; the ``SMP_*`` environment has their defaults.
 
     Raises:
@@ -93,7 +94,7 @@ class StrategyHooks(DelegatingStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         **options: Any,
     ) -> None:
         start_new_job()
@@ -107,7 +108,7 @@ class StrategyHooks(DelegatingStrategy):
         )
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._timeout = as_timeout(timeout)
         self._data_stream: DataRngSync | None = None
         self._manual: ManualOptimization | None = None
         self._stop_signal: StopSignal | None = None

@@ -24,6 +24,10 @@ _aten = torch.ops.aten
 # A run under an assumption counts as random: another branch may draw, or return an input instead of a new tensor.
 
 
+class SharedTableError(UnsupportedError):
+    """Use of a tensor of another unit that depends on no argument and no weight: this unit might make its own."""
+
+
 class Meter(TorchDispatchMode):
     """Observes the operations of a dry run.
 
@@ -58,11 +62,13 @@ class Meter(TorchDispatchMode):
             result = _assume(func, args, self._assumed)
             if result is NotImplemented:
                 raise
-        for tensor in leaves_of(result):
-            if isinstance(tensor, FakeTensor) and self._unit is not None:
-                tensor.made_by = self._unit  # type: ignore[attr-defined]
         self.written.update(map(storage_of, _written(func, args, kwargs)))
         is_random = draws(func, args, kwargs)
+        if self._unit is not None:
+            is_table = not is_random and all(map(_is_table, leaves_of((args, kwargs))))
+            for tensor in leaves_of(result):
+                if isinstance(tensor, FakeTensor):
+                    tensor.made_by, tensor.is_table = self._unit, is_table  # type: ignore[attr-defined]
         self._tally.note(func, args, kwargs, result, is_random=is_random)
         self.random |= is_random
         return result
@@ -71,11 +77,16 @@ class Meter(TorchDispatchMode):
         for tensor in leaves_of((args, kwargs)):
             maker = getattr(tensor, "made_by", self._unit)
             if maker != self._unit:
-                raise UnsupportedError(
+                raise (SharedTableError if _is_table(tensor) else UnsupportedError)(
                     f"Unit `{self._unit}` uses a tensor that unit `{maker}` put into an object (a cache, say), but the "
                     "two may live on different stages. Return the tensor and give it as an argument, or use a list or "
                     "dict among the arguments."
                 )
+
+
+def _is_table(leaf: Any) -> bool:
+    """Whether ``leaf`` depends on no argument and no weight: each stage that needs such a tensor can make its own."""
+    return not isinstance(leaf, Tensor) or getattr(leaf, "is_table", not isinstance(leaf, FakeTensor))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttribute, exposing
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten_result
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
 from smp_strategy.model.trace.work import Efforts, SavedBytes
 
@@ -103,6 +104,15 @@ class Absent:
     kind: str
     """Name of its class."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # introspection
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"`{name}` of a {self.kind} that a unit returned is used, but the object exists only on the stage of the "
+            "unit, because it cannot be sent to others. Return tensors, numbers and strings in tuples, lists, dicts "
+            "or objects of a class in a module."
+        )
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,7 @@ def describe(
         returns_inputs: Whether an input among the results counts as :class:`Same`, not as :class:`Made`.
         costs: Remaining fields of the :class:`Prediction`.
     """
-    flat, structure = flatten(result)
+    flat, structure = flatten_result(result, inputs)
     outputs = tuple(_classify(leaf, inputs if returns_inputs else ()) for leaf in flat)
     made = [leaf for leaf, output in zip(flat, outputs, strict=True) if isinstance(output, Made)]
     after = versions_of(inputs)

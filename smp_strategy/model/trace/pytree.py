@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "flatten_call", "given_to", "leaves_of", "unflatten_call"]
+from smp_strategy.model.trace.opened_objects import (
+    flatten_opened,
+    is_opened_argument,
+    is_opened_result,
+    is_opened_value,
+    is_value,
+)
+
+__all__ = ["flatten", "flatten_output", "flatten_result", "flatten_call", "given_to", "leaves_of", "unflatten_call"]
 
 
 # Tested first, because most arguments are of these types.
@@ -33,12 +41,15 @@ class FlatCall(NamedTuple):
 _flat_call = functools.lru_cache(maxsize=1024)(FlatCall)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Any]:
     """Flatten ``tree`` into leaves and a pytree spec; dataclasses are registered on first sight.
 
     Args:
         tree: Any nest.
         is_leaf: Tells which further nodes are leaves.
+        opens: Tells which objects are opened; by default mappings, distributions and similar with placed tensors.
     """
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
     unknown = [kind for kind in {type(leaf) for leaf in leaves} if hasattr(kind, "__dataclass_fields__")]
@@ -47,7 +58,24 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         if all(field.init for field in dataclasses.fields(kind)):
             pytree.register_dataclass(kind)
             known = True
-    return flatten(tree, is_leaf) if known else (leaves, structure)
+    if known:
+        return flatten(tree, is_leaf, opens)
+    if all(type(leaf) in _PLAIN or isinstance(leaf, Tensor) for leaf in leaves):
+        return leaves, structure
+    return flatten_opened(tree, opens or is_opened_argument, is_leaf) or (leaves, structure)
+
+
+def flatten_result(result: Any, inputs: Iterable[Any] = ()) -> tuple[list[Any], Any]:
+    """Flatten what a unit returns, with all objects opened that hold tensors and are none of its ``inputs``."""
+    if isinstance(result, Tensor):
+        return flatten(result)
+    given = {id(leaf) for leaf in inputs}
+    return flatten(result, None, lambda value: id(value) not in given and is_opened_result(value))
+
+
+def flatten_output(output: Any) -> tuple[list[Any], Any]:
+    """Flatten what a whole model returns, with mappings, distributions and objects of the user's classes opened."""
+    return flatten(output, None, is_opened_value)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -92,6 +120,4 @@ def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ..
 @functools.lru_cache(maxsize=1024)
 def _is_leaf(kind: type) -> bool:
     """Whether pytree treats objects of this type as leaves."""
-    if kind in pytree.SUPPORTED_NODES or hasattr(kind, "__dataclass_fields__"):
-        return False
-    return not issubclass(kind, tuple) or not hasattr(kind, "_fields")
+    return not (kind in pytree.SUPPORTED_NODES or hasattr(kind, "__dataclass_fields__") or is_value(kind))

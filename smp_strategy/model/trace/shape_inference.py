@@ -23,17 +23,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.context_containers import collector_key
-from smp_strategy.model.trace.dispatch import Meter
+from smp_strategy.model.trace.dispatch import Meter, SharedTableError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, stand_in, tensors_of, tracked
 from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.memoized import MemoizedFunctions, hide_fakes
+from smp_strategy.model.trace.opened_objects import without_validation
 from smp_strategy.model.trace.parametrize_cache import uncached
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
-from smp_strategy.model.trace.pytree import flatten, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
+from smp_strategy.model.trace.undo_variables import variables_of, variables_restored
 
 __all__ = ["ShapeInference"]
 
@@ -56,11 +59,13 @@ class ShapeInference:
 
     Attributes:
         rewritten: Names of parameters that their own units have written to in dry runs.
+        memoized: Functions whose caches dry runs leave without fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rewritten = set[str]()
+        self.memoized = MemoizedFunctions()
         self._kind = device.type
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[object, Prediction | Unpredictable] = {}
@@ -124,6 +129,9 @@ class ShapeInference:
         lent = contents_of_objects(specs) if survey else []
         try:
             return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
+        except SharedTableError as error:
+            put_back(lent)
+            return self._with_own_tables(error, callee, specs, structure, survey)
         except SMPError:
             raise
         except Exception as error:
@@ -137,6 +145,22 @@ class ShapeInference:
         except Exception:
             return unpredictable
         return first if all(map(first.agrees, others)) else unpredictable
+
+    def _with_own_tables(
+        self,
+        error: SharedTableError,
+        callee: Callee,
+        specs: list[Any],
+        structure: Any,
+        survey: ExposedAttributes | None,
+    ) -> Prediction | Unpredictable:
+        """Dry run of a unit that finds tables of other units, without them, as it will run on a stage of its own."""
+        assert callee.module is not None
+        hide_fakes(variables_of(callee.module.modules()).values())
+        try:
+            return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
+        except Exception:
+            raise error from None
 
     def _dry_run(
         self,
@@ -156,6 +180,9 @@ class ShapeInference:
         with (
             tracked(),
             uncached(),
+            without_validation(),
+            self.memoized.without_fakes(),
+            nullcontext() if survey is not None else variables_restored(modules),
             frozen_rng() as python_drew,
             Snapshot(modules=modules, tensors_of=modules),
             self._mode,
@@ -174,7 +201,7 @@ class ShapeInference:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
             self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
-        kept = watched(flatten(result)[0])
+        kept = watched(flatten_result(result)[0])
         return describe(
             result,
             fakes,

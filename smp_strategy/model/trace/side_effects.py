@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import additions, collectors, put_into_collectors
+from smp_strategy.model.trace.opened_objects import is_value
 from smp_strategy.model.trace.prediction import IMMUTABLE
 from smp_strategy.model.trace.snapshot import contents_of, fill, is_dataclass, is_same, replaced
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -136,5 +137,7 @@ def _containers(tree: Any) -> Iterator[Any]:
         items = list(tree.values())
     elif is_dataclass(tree):
         items = list(contents_of(tree).values())
+    elif is_value(type(tree)) and isinstance(getattr(tree, "__dict__", None), dict):  # a namespace, a `UserDict`
+        items = [vars(tree)]
     for item in items:
         yield from _containers(item)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item
 from smp_strategy.model.trace.user_code import is_own_object
 
 __all__ = ["Snapshot", "containers_in", "contents_of", "fill", "is_dataclass", "is_same", "replaced"]
@@ -161,20 +162,18 @@ def fill(container: Any, contents: Any, *, ignored: Set[str] = frozenset()) -> N
     elif isinstance(container, MutableMapping):
         _fill_mapping(container, contents, ignored)
     else:
-        container.clear()
-        container.update(contents) if isinstance(container, set) else container.extend(contents)
+        refill(container, contents)
 
 
 def _fill_mapping(mapping: MutableMapping[Any, Any], contents: dict[Any, Any], ignored: Set[str]) -> None:
     # Name by name, not cleared first: a class or a module must not lose its attributes meanwhile.
     for name in [name for name in mapping if name not in contents and name not in ignored]:
-        del mapping[name]
+        delete_item(mapping, name)
     for name, value in contents.items():
         if mapping.get(name, _MISSING) is not value:
-            mapping[name] = value
+            set_item(mapping, name, value)
     if isinstance(mapping, dict) and not ignored and not all(map(is_, mapping, contents)):  # another order
-        mapping.clear()
-        mapping.update(contents)
+        refill(mapping, contents)
 
 
 def is_dataclass(value: Any) -> bool:

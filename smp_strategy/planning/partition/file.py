@@ -52,7 +52,8 @@ class SavedPartition:
             ConfigError: the file does not fit, with the first difference.
         """
         problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(num_parameters)
-        problems = [problem] if problem else stage_problems(self.stage_of, num_stages)
+        is_empty = not num_parameters and num_stages == 1  # a model that cannot be cut
+        problems = [problem] if problem else [] if is_empty else stage_problems(self.stage_of, num_stages)
         if problems:
             raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
         return {name: self.stage_of[name] for name in num_parameters}
@@ -101,8 +102,12 @@ def read_partition(text: str, source: str) -> SavedPartition:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{source} is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{source} is no partition: its JSON is nested too deeply. Write a new one with `partition_file`."
+        ) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
         raise ConfigError(

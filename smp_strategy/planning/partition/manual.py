@@ -37,6 +37,8 @@ class ByHand:
         Raises:
             ConfigError: a stage does not exist or has no unit, or a unit has no stage.
         """
+        if not units and num_stages == 1:  # a bare layer, say, leaves nothing to place
+            return {}
         placed = {name: self.stage_of(name) for name in units}
         lost = [name for name, stage in placed.items() if stage is None]
         problems = []
@@ -70,7 +72,12 @@ def stage_problems(stage_of: Mapping[str, int], num_stages: int) -> list[str]:
             "`pipeline_parallel_degree`."
         )
     empty = sorted(set(range(num_stages)) - set(stage_of.values()))
-    if empty:
+    if empty and not stage_of:
+        problems.append(
+            f"No unit is on stage {', '.join(map(str, empty))}, because the model cannot be cut into units. Set "
+            "`pipeline_parallel_degree=1`."
+        )
+    elif empty:
         problems.append(
             f"No unit is on stage {', '.join(map(str, empty))}. Place one of {some(list(stage_of))} there, or choose "
             "a smaller `pipeline_parallel_degree`."

@@ -258,8 +258,8 @@ class Partition:
             data: dict[str, Any] = json.loads(text)
             found = data.pop("format")
             del data["num_stages"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"This is no partition as `Partition.save` writes it: {error!r}.") from error
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"This is no partition as `Partition.save` writes it: {error!r}.") from None
         if found != FORMAT:
             raise ConfigError(f"The partition has format {found!r}, but this version reads format {FORMAT} only.")
         try:

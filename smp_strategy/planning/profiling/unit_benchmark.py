@@ -18,7 +18,7 @@ from smp_strategy.distributed.device import is_host, wait_for_all
 from smp_strategy.model.rng import seeded
 from smp_strategy.model.trace.fake_call import call as call_with
 from smp_strategy.model.trace.fake_call import imitate, stand_in, tensors_of
-from smp_strategy.model.trace.pytree import flatten, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -119,7 +119,7 @@ def _time_once(
     imports: list[Import] = []
     inputs = [_entered(_real(leaf, device), imports) for leaf in call.leaves]
     forward, result = _timed(lambda: _run(call, weights, inputs, device), device)
-    results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    results = [leaf for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not results:
         return forward, 0.0, Deferred()
     gradients = [torch.ones_like(tensor) for tensor in results]

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.explanation import Explanation
 
@@ -11,7 +12,11 @@ __all__ = ["run"]
 
 def run(given: Namespace) -> int:
     """Print the explanation, or write it to a file in the form that its ending asks for; returns the exit status."""
-    explanation = Explanation(Partition.from_json(Path(given.partition).read_text()))
+    try:
+        text = Path(given.partition).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{given.partition} is no partition, which is a text in JSON: {error}.") from None
+    explanation = Explanation(Partition.from_json(text))
     if given.out is None:
         print(explanation)
     else:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import final
 
+from smp_strategy.config.sizes import show_count
+from smp_strategy.errors import ConfigError
+
 __all__ = ["LayerLine", "SplitReport"]
 
 
@@ -25,6 +28,8 @@ class LayerLine:
     """Whether ranks have parts of it."""
     is_skipped: bool = False
     """Whether it might have been split under other conditions."""
+    is_asked: bool = False
+    """Whether the user has asked that it stays whole."""
 
 
 @final
@@ -49,6 +54,46 @@ class SplitReport:
         """Source of the split of ``parameter``'s layer, or reason why it is whole."""
         return next((line.why for line in self.lines if parameter.startswith(f"{line.name}.")), "not in the report")
 
+    def reasons(self) -> list[str]:
+        """Why layers are whole, for each class: ``Linear (8 layers): nothing says how to split it``."""
+        groups: dict[tuple[str, str], list[LayerLine]] = {}
+        for line in self.lines:
+            if not line.is_split:
+                groups.setdefault((line.kind, _without_numbers(line)), []).append(line)
+        return [
+            f"{kind} ({show_count(len(lines), 'layer')}): {lines[0].why.rstrip('.')}"
+            for (kind, _), lines in groups.items()
+        ]
+
+    def refuse_unsplit(self) -> None:
+        """Refuse a split that splits nothing, unless the user has asked for whole layers: ranks would compute the same.
+
+        Raises:
+            ConfigError: no layer is split over several ranks.
+        """
+        is_asked = any(line.is_asked for line in self.lines)
+        if self.num_ranks == 1 or is_asked or any(line.is_split for line in self.lines):
+            return
+        reasons = "; ".join(self.reasons()) or "no module has parameters of its own"
+        raise ConfigError(
+            f"`tensor_parallel_degree` is {self.num_ranks}, but none of the {len(self.lines)} layers would be split, "
+            f"and every rank would compute all of them: {reasons}. Name layers in `tensor_parallel`, for example "
+            '`{"blocks.*.up": "column", "blocks.*.down": "row"}`, or leave the degree out and use the ranks for stages '
+            "(`pipeline_parallel_degree`), shards (`sharded_data_parallel_degree`) or replicas."
+        )
+
+    def _remedy(self) -> list[str]:
+        """What to do about layers that stay whole, if the user has not asked for that."""
+        if not self.skipped:
+            return []
+        first = self.skipped[0].name or "*"
+        verb, them = ("stays", "it") if len(self.skipped) == 1 else ("stay", "them")
+        return [
+            f"{show_count(len(self.skipped), 'layer')} with matrices {verb} whole: each rank computes all of {them}. "
+            f'Name {them} in `tensor_parallel` (`{{"{first}": "column"}}`; `replicate` if that is meant), or choose a '
+            "degree that divides the sizes in the reasons."
+        ]
+
     def __str__(self) -> str:
         split = sum(line.is_split for line in self.lines)
         title = f"{split} of {len(self.lines)} layers are split over {self.num_ranks} ranks"
@@ -65,7 +110,7 @@ class SplitReport:
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
             for row in table
         ]
-        return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
+        return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *self._remedy()])
 
 
 def _alike(lines: Sequence[LayerLine]) -> list[tuple[tuple[str, str, str], list[LayerLine]]]:

@@ -53,6 +53,12 @@ def test_counts_start_at_one(name, value):
         SMPConfig(**{name: value})
 
 
+@pytest.mark.parametrize("value", [10_001, 10**6, 10**30])
+def test_more_microbatches_than_can_be_planned_are_refused(value):
+    with pytest.raises(ConfigError, match=f"`microbatches` must be at most 10000, but is {value}: the schedule has"):
+        SMPConfig(microbatches=value)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
@@ -232,6 +238,19 @@ def test_two_precisions_contradict_each_other():
         SMPConfig(fp16=True, bf16=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "all"),
+        ({"delayed_parameter_initialization": True}, "none"),
+        ({"delayed_parameter_initialization": True, "restore_module": "all"}, "all"),
+        ({"restore_module": "rank_zero"}, "rank_zero"),
+    ],
+)
+def test_a_module_that_may_fit_on_no_rank_is_made_whole_on_none_unless_somebody_asks(options, expected):
+    assert SMPConfig(**options).restored_on == expected
+
+
 # --- all mistakes together ------------------------------------------------------------------------------------------
 
 
@@ -285,63 +304,6 @@ def test_an_alias_may_repeat_what_the_name_says():
 def test_an_alias_that_differs_from_the_name_is_refused():
     with pytest.raises(ConfigError, match="`partitions` \\(2\\) is an alias of `pipeline_parallel_degree` \\(4\\)"):
         SMPConfig.from_options(partitions=2, pipeline_parallel_degree=4)
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "name", "value"),
-    [
-        ("SMP_PIPELINE_PARALLEL_DEGREE", "4", "pipeline_parallel_degree", 4),
-        ("SMP_PARTITIONS", "4", "pipeline_parallel_degree", 4),
-        ("SMP_MICROBATCHES", "none", "microbatches", None),
-        ("SMP_MICROBATCHES", "", "microbatches", None),
-        ("SMP_SKIP_TRACING", "True", "skip_tracing", True),
-        ("SMP_SKIP_TRACING", "0", "skip_tracing", False),
-        ("SMP_MEMORY_WEIGHT", "0.25", "memory_weight", 0.25),
-        ("SMP_PIPELINE", "simple", "pipeline", "simple"),
-        ("SMP_PARTITION_FILE", "/tmp/p.json", "partition_file", "/tmp/p.json"),
-    ],
-)
-def test_a_variable_sets_the_option_of_its_name(monkeypatch, variable, text, name, value):
-    monkeypatch.setenv(variable, text)
-    assert getattr(SMPConfig.from_options(), name) == value
-
-
-def test_arguments_win_over_variables(monkeypatch):
-    monkeypatch.setenv("SMP_PIPELINE_PARALLEL_DEGREE", "4")
-    monkeypatch.setenv("SMP_MICROBATCHES", "8")
-    config = SMPConfig.from_options(partitions=2)
-    assert (config.pipeline_parallel_degree, config.microbatches) == (2, 8)
-
-
-def test_single_variables_win_over_the_recipe_variable(monkeypatch):
-    monkeypatch.setenv("SMP_CONFIG", "pp4_mb16")
-    monkeypatch.setenv("SMP_MICROBATCHES", "32")
-    config = SMPConfig.from_options()
-    assert (config.pipeline_parallel_degree, config.microbatches) == (4, 32)
-
-
-def test_a_variable_that_does_not_parse_is_told_with_its_text(monkeypatch):
-    monkeypatch.setenv("SMP_MICROBATCHES", "many")
-    with pytest.raises(ConfigError, match="`microbatches` must be int \\| None, but is 'many'"):
-        SMPConfig.from_options()
-
-
-def test_a_wrong_recipe_variable_is_told(monkeypatch):
-    monkeypatch.setenv("SMP_CONFIG", "pq2")
-    with pytest.raises(ConfigError, match="the part 'pq2' is not understood"):
-        SMPConfig.from_options()
-
-
-def test_a_variable_that_is_no_option_is_refused(monkeypatch):
-    monkeypatch.setenv("SMP_DEGREE", "2")
-    with pytest.raises(ConfigError, match="SMP_DEGREE names no option of smp_strategy. Unset it."):
-        SMPConfig.from_options()
-
-
-@pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"])
-def test_variables_of_other_parts_are_left_alone(monkeypatch, variable):
-    monkeypatch.setenv(variable, "0")
-    assert SMPConfig.from_options() == SMPConfig()
 
 
 # --- what follows from the options ----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, undefer
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, run_of, undefer
 
 CPU = torch.device("cpu")
 VALUES = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
@@ -40,11 +41,15 @@ MAKE: dict[str, Callable[[Tensor], Tensor]] = {
     "half": lambda x: x.to(torch.bfloat16).float(),
     "contiguous": lambda x: x.contiguous(),
     "unbind": lambda x: torch.stack(x.unbind(0)),
+    "weight norm": lambda x: torch._weight_norm(x, x.narrow(1, 0, 1) + 2, 0),
 }
 CHANGE: dict[str, Callable[[Tensor], object]] = {
     "mul_": lambda x: x.mul_(0.5),
     "row": lambda x: x[0].fill_(3),
     "data": lambda x: x.data.add_(1),
+    "number": lambda x: x[-1, 1:].copy_(torch.tensor(2.0)),
+    "column": lambda x: x[:, :1].add_(torch.linspace(0, 1, len(x))[:, None]),
+    "where": lambda x: x.masked_fill_(x > 1, 5),
     "copy_": lambda x: x[: len(x) // 2].copy_(x[len(x) - len(x) // 2 :].clone()),
 }
 
@@ -91,10 +96,70 @@ def test_reads_are_forgotten_and_changes_stay():
     assert weight.norm().item() == VALUES.norm().item()
     assert not weight.is_kept
     with torch.no_grad():
-        weight[0] = 7
+        weight[0].normal_()
     assert weight.is_kept
     assert torch.equal(own_values(weight)[1:], VALUES[1:])
-    assert own_values(weight)[0].eq(7).all()
+    assert not own_values(weight)[0].eq(VALUES[0]).any()
+
+
+def test_changes_by_numbers_read_nothing():
+    file, number = File(), torch.tensor(9.0)
+    weight = nn.Parameter(file.tensor())
+    before, second = weight.detach() * 2, weight.detach()[1]
+    with torch.no_grad():
+        nn.init.zeros_(weight[0])
+        weight[1] = number
+    number.zero_()
+    assert file.reads == 0
+    expected = VALUES.clone()
+    expected[0], expected[1] = 0, 9
+    for _ in range(2):
+        assert torch.equal(own_values(weight), expected)
+        assert torch.equal(own_values(second), expected[1])
+        assert torch.equal(own_values(before), VALUES * 2)
+
+
+def test_values_that_are_replaced_are_not_read():
+    file, others = File(), torch.randn(48, 64)
+    weight = nn.Parameter(file.tensor())
+    before = weight.detach() * 2
+    weight.data.copy_(others)
+    normal = torch._weight_norm(file.tensor(), file.tensor().narrow(1, 0, 1), 0)
+    with torch.no_grad():
+        normal.normal_(generator=None)
+        with pytest.raises(RuntimeError):
+            nn.Parameter(file.tensor()).copy_(torch.ones(3))
+    assert file.reads == 1  # for the last one, as the error is that of torch
+    assert torch.equal(own_values(weight), others)
+    assert torch.equal(own_values(before), VALUES * 2)
+
+
+def test_changes_by_tensors_keep_values_which_ranks_can_exchange():
+    weight = File().tensor()
+    weight[1] = torch.randn(64)
+    assert weight.is_kept
+
+
+def test_many_changes_by_numbers():
+    weight = File().tensor()
+    for number in range(3000):
+        weight[number % 48].fill_(number)
+    assert own_values(weight)[:, 0].tolist() == [*range(2976, 3000), *range(2952, 2976)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(torch.ones(3)),
+        lambda x: x[99].zero_(),
+        lambda x: x.index_fill_(0, torch.tensor([99]), 0.0),
+        lambda x: x.t_(),
+    ],
+    ids=["shape", "row", "index", "in-place view"],
+)
+def test_wrong_changes_are_errors_at_once(change):
+    with pytest.raises((RuntimeError, IndexError, UnsupportedError)):
+        change(File().tensor())
 
 
 def test_layers_compute_with_deferred_weights():
@@ -159,10 +224,95 @@ def test_changed_tensors_become_ordinary_ones():
     layer = nn.Linear(64, 48, bias=False)
     layer.weight = weight = nn.Parameter(File().tensor())
     with torch.no_grad():
-        weight.mul_(2)
+        weight.mul_(torch.full((48, 64), 2.0))
     assert undefer(weight) is weight
     assert torch.equal(weight, VALUES * 2)
     layer.weight = other = nn.Parameter(File().tensor())
     read_now(layer)
     assert type(other) is nn.Parameter
     assert torch.equal(other, VALUES)
+
+
+class FileOfRuns:
+    """File with one tensor, which counts the elements that are read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def tensor(self) -> DeferredTensor:
+        return defer(VALUES.to("meta"), CPU, lambda: self._run(0, VALUES.numel()).view(VALUES.shape), self._run)
+
+    def _run(self, start: int, stop: int) -> Tensor:
+        self.read += stop - start
+        return VALUES.flatten()[start:stop].clone()
+
+
+OF_RUNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x,
+    "parameter": lambda x: nn.Parameter(x[...]),
+    "cast": lambda x: x.to(torch.bfloat16).float(),
+    "rows of a cast": lambda x: x.double()[8:40],
+    "cast rows": lambda x: x[8:].chunk(2)[1].half(),
+    "reshaped": lambda x: x.view(-1, 2, 64)[3:].unsqueeze(0),
+    "one row": lambda x: x[7],
+}
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_a_run_of_elements_is_read_alone(name):
+    file = FileOfRuns()
+    deferred, expected = OF_RUNS[name](file.tensor()), OF_RUNS[name](VALUES.clone()).flatten()
+    for start, stop in ((0, 0), (5, 50), (0, len(expected))):
+        before = file.read
+        assert torch.equal(run_of(deferred, start, stop), expected[start:stop])
+        assert file.read - before == stop - start
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, 8:40],
+        lambda x: x * 2,
+        lambda x: torch.cat([x, x]),
+        lambda x: x.view(torch.int32),
+        lambda x: x[8:].as_strided((2, 64), (64, 1), 64),
+        lambda x: x.t().clone(),
+        lambda x: x[:1].expand(3, -1),
+    ],
+)
+def test_runs_of_other_tensors_have_the_same_values(make):
+    deferred, expected = make(FileOfRuns().tensor()), make(VALUES.clone()).reshape(-1)
+    assert torch.equal(run_of(deferred, 30, 90), expected[30:90])
+
+
+def test_a_run_has_the_values_of_its_time():
+    tensor = FileOfRuns().tensor()
+    cast = tensor.double()
+    with torch.no_grad():
+        tensor[0].fill_(3)
+    assert torch.equal(run_of(cast, 0, 70), VALUES.flatten()[:70].double())
+    assert torch.equal(run_of(tensor, 0, 64), torch.full((64,), 3.0))
+
+
+def test_a_cast_of_a_tensor_that_changes_afterwards_is_read_in_runs_of_the_old_values():
+    def run(start, stop):
+        return VALUES.reshape(-1)[start:stop].clone()
+
+    weight = defer(VALUES.to("meta"), CPU, VALUES.clone, run)
+    half = weight.to(torch.bfloat16)
+    with torch.no_grad():
+        weight[:2].mul_(2)
+    assert torch.equal(run_of(half, 10, 90), VALUES.bfloat16().reshape(-1)[10:90])
+    assert torch.equal(run_of(weight, 10, 90), own_values(weight).reshape(-1)[10:90])
+    assert torch.equal(own_values(weight)[:2], VALUES[:2] * 2)
+
+
+def test_a_look_at_a_small_tensor_does_not_part_it_from_its_file():
+    small = defer(VALUES[0].to("meta"), CPU, VALUES[0].clone)
+    small.norm().item()
+    with torch.no_grad():
+        small.mul_(2)
+    assert not small.is_changed
+    assert small.history == ("aten.mul_.Tensor[2]",)
+    assert torch.equal(own_values(small), VALUES[0] * 2)

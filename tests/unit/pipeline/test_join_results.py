@@ -3,6 +3,7 @@
 import collections
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,15 @@ def test_shapes_are_those_of_the_whole_batch():
     assert merge([torch.Size((8, 8)), torch.Size((8, 8))], (2, 1)) == torch.Size((8, 8))
     with pytest.raises(UnsupportedError, match="they differ"):
         len(merge([torch.Size((2, 8)), torch.Size((1, 9))], (2, 1)))
+
+
+def test_distributions_and_namespaces_are_merged_by_their_attributes():
+    normals = [torch.distributions.Normal(torch.full((size, 2), float(size)), torch.ones(())) for size in (1, 3)]
+    merged = merge([torch.distributions.Independent(each, 1) for each in normals], (1, 3))
+    assert (merged.batch_shape, merged.event_shape, merged.reinterpreted_batch_ndims) == ((4,), (2,), 1)
+    assert merged.base_dist.loc[:, 0].tolist() == [1, 3, 3, 3]
+    spaces = [SimpleNamespace(x=torch.ones(size), size=size, name="a") for size in (1, 3)]
+    found = merge(spaces, (1, 3))
+    assert (found.name, len(found.x)) == ("a", 4)
+    with pytest.raises(UnsupportedError, match="size"):
+        int(found.size)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk, printable
-from smp_strategy.planning.output_file import write_atomically
+from smp_strategy.errors import CheckpointError, ConfigError, SMPError, cause_of, is_of_disk, printable
+from smp_strategy.planning.output_file import refuse_unwritable, write_atomically
 
 
 def test_a_text_is_written_with_the_mode_of_the_umask_and_nothing_is_left(tmp_path):
@@ -83,3 +83,14 @@ def test_control_characters_of_names_are_shown_in_errors():
     error = CheckpointError("a\x1b[31mred\u202e\udcff\n\tb")
     assert str(error) == "a\\x1b[31mred\\u202e\\udcff\n\tb"
     assert printable("ä [red] :smile: 字\n", lines=False) == "ä [red] :smile: 字\\n"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_there_is_anything_to_write(tmp_path):
+    (tmp_path / "file").write_text("text")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x.json", "Not a dir"), ("a\0b", "null")):
+        with pytest.raises(ConfigError, match=f"`partition_file` .* cannot be written: .*{reason}"):
+            refuse_unwritable(path, "partition_file")
+    refuse_unwritable(tmp_path / "made" / "x.json", "partition_file")
+    refuse_unwritable(tmp_path / "file", "partition_file")
+    assert (tmp_path / "file").read_text() == "text"
+    assert not list((tmp_path / "made").iterdir())

@@ -81,6 +81,10 @@ def test_unknown_names_are_refused_together_with_the_nearest_known_ones():
         ([2], r"must hold options by their names, or a recipe like pp2, but is \[2\]"),
         (2, "must hold options by their names"),
         ({"unit_classes": ["a,b"]}, r"`unit_classes` is \('a,b',\), which cannot be written as text"),
+        ({"loss_in_model": "banana"}, "In `smp_config`: `loss_in_model` must be one of auto, True, False, but is 'ban"),
+        ({"loss_reduction": "max"}, "In `smp_config`: `loss_reduction` must be one of mean, sum, but is 'max'"),
+        ({"training_outputs": None}, "In `smp_config`: `training_outputs` must be one of all, loss, but is 'none'"),
+        ({"partitions": 2, "pipeline_parallel_degree": 4}, r"In `smp_config`: `partitions` \(2\) is an alias of `pip"),
         ({"tensor_parallel": {"a=b": "row"}}, "Give it in the script: SMPPlugin"),
     ],
 )
@@ -110,9 +114,14 @@ def test_layouts_that_fit_pass():
         check_processes(LaunchOptions(node).variables({}), num_processes)
 
 
-def test_a_variable_of_the_shell_that_names_no_option_is_refused():
-    with pytest.raises(ConfigError, match="SMP_PARTS names no option"):
-        check_processes({"SMP_PARTS": "2"}, 2)
+def test_a_variable_of_the_shell_that_is_nearly_an_option_is_refused():
+    with pytest.raises(ConfigError, match="SMP_PARTITION names no option of smp_strategy. Did you mean SMP_PARTITIONS"):
+        check_processes({"SMP_PARTITION": "2"}, 2)
+
+
+def test_wrong_values_of_options_of_accelerate_are_refused_before_a_process_starts():
+    with pytest.raises(ConfigError, match="`loss_in_model` must be one of auto, True, False, but is 'banana'"):
+        check_processes({"SMP_LOSS_IN_MODEL": "banana"}, 2)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("true", True), ("1", True), ("False", False), ("", None)])

@@ -107,6 +107,8 @@ def test_stages_are_checked_like_those_by_hand(stages, problem):
     ("text", "problem"),
     [
         ("{", "p.json is not valid JSON: Expecting property name"),
+        ("[" * 100_000, "p.json is no partition: its JSON is nested too deeply. Write a new one"),
+        ('{"format": ' + "1" * 5000 + "}", "p.json is not valid JSON: Exceeds the limit"),
         ("[1]", "p.json is no partition of format 1: its `format` is None. Write a new one with `partition_file`."),
         (changed(lambda data: data.pop("format")), "p.json is no partition of format 1: its `format` is None."),
         (changed(lambda data: data.update(format=2)), "p.json is no partition of format 1: its `format` is 2."),

@@ -57,3 +57,9 @@ def test_the_outermost_placed_modules_say_what_was_meant():
     stages = {"blocks": 0, "blocks.0": 0, "blocks.0.mlp": 1, "head": 1}
     assert ByHand(stages).outermost() == ["blocks", "head"]
     assert ByHand({"": 0, **stages}).outermost() == ["the model"]
+
+
+def test_a_model_that_cannot_be_cut_leaves_nothing_to_place():
+    assert ByHand({}).place([], 1) == {}
+    with pytest.raises(ConfigError, match="No unit is on stage 0, 1, because the model cannot be cut into units. Set "):
+        ByHand({}).place([], 2)

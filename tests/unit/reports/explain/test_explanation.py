@@ -195,6 +195,13 @@ def test_a_partition_file_is_explained_on_the_command_line(tmp_path, capsys):
     assert (tmp_path / "page.html").read_text() == Explanation(partition()).to_html() + "\n"
 
 
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[]", b"{}"])
+def test_what_is_no_partition_is_no_traceback_on_the_command_line(tmp_path, capsys, content):
+    (tmp_path / "p.json").write_bytes(content)
+    assert main(["explain", str(tmp_path / "p.json")]) == 2
+    assert "no partition" in capsys.readouterr().err
+
+
 def relieved() -> Partition:
     """The first block is computed again, and what the second one keeps is in host memory."""
     first = UnitActivations(treatment=ActivationPolicy(recompute="all"), spared_bytes=2 * KIB, seconds=0.003)

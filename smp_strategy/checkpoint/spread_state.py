@@ -1,0 +1,233 @@
+"""Whole tensors in files, from a state dict that is spread over ranks: no rank ever has more than one of them.
+
+A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
+(:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
+are dealt out to ranks (:mod:`smp_strategy.checkpoint.file_plan`). A writer gathers one tensor at a time, or those
+that a conversion needs together, and writes it to its place in the file. What it has itself is written from where it
+is.
+
+[Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
+it. All ranks compare notes after each round of about a GiB, and stop then.
+"""
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.checkpoint.file_plan import PlannedFile, Portion, assign_writers, in_rounds, portions_in_turn
+from smp_strategy.checkpoint.full_state_dict import EntryOffer, merged, offer_of
+from smp_strategy.checkpoint.stand_in import DeferredOperation, EntryRecipe, StandIn, entries_of, value_of
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.model.shard_layout import Rectangle
+
+__all__ = ["SpreadState"]
+
+_ROUND: Final = 1 << 30
+_PART: Final = "a part of a tensor that another rank writes"
+
+
+@final
+class SpreadState:
+    """State dict of a partitioned module. Construction is collective over all ranks.
+
+    Args:
+        state: Entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor`
+            for each tensor. Its memory must stay as it is until files are written.
+        names: Names of the module's own state dict, in order.
+    """
+
+    def __init__(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
+        self._state = state
+        mine = {name: offer_of(value) for name, value in state.items()}
+        self._offers = collectives.gather_objects(mine, "the collection of a state")
+        first = {name: offer for offers in reversed(self._offers) for name, offer in offers.items()}
+        self._first: dict[str, EntryOffer] = first
+        self._home = {alias: name for name, offer in first.items() for alias in (name, *offer.aliases)}
+        found = merged([names, *self._offers])
+        self._names = [name for name in found if name in self._home]
+        self._names += [name for name in self._home if name not in found]
+
+    def stand_ins(self, prefix: str = "") -> "OrderedDict[str, Any]":
+        """The whole state dict, with stand-ins for tensors. Tied tensors are one stand-in.
+
+        Args:
+            prefix: Selects the entries whose names begin with it, and is removed from these.
+        """
+        made: dict[str, StandIn] = {}
+        found: OrderedDict[str, Any] = OrderedDict()
+        for name in self._names:
+            if not name.startswith(prefix):
+                continue
+            home = self._home[name]
+            info = self._info(home)
+            if info is not None and home not in made:
+                made[home] = StandIn(info, EntryRecipe(home))
+            found[name.removeprefix(prefix)] = made[home] if info is not None else self._first[home].value
+        return found
+
+    def num_elements(self, names: Iterable[str]) -> int:
+        """Number of elements of tensors, tied ones once."""
+        homes = {self._home[name] for name in names}
+        return sum(math.prod(self._first[home].shape) for home in homes)
+
+    def _info(self, home: str) -> LocalTensorInfo | None:
+        offer = self._first[home]
+        return None if offer.dtype is None else LocalTensorInfo(tuple(offer.shape), offer.dtype)
+
+    def write(self, files: Sequence[PlannedFile], folder: Path, *, writers: Sequence[int]) -> None:
+        """Write ``files`` to ``folder``. Collective over all ranks.
+
+        Args:
+            files: Files, the same on all ranks, with recipes of the stand-ins.
+            folder: Existing folder, in which there are no such files.
+            writers: Ranks that see the folder.
+
+        Raises:
+            PeerFailedError: another rank could not write.
+        """
+        writer_of = assign_writers([self._held(file) for file in files], writers)
+        portions = portions_in_turn(files, writer_of)
+        sizes = [sum(self._num_bytes(name) for name in portion.entries) for portion in portions]
+        rank = dist.get_rank()
+        pen = _Pen(folder, {number: file for number, file in enumerate(files) if writer_of[number] == rank})
+        try:
+            for portions_of_round in in_rounds(portions, sizes, _ROUND):
+                with alike(f"writing to {folder}"):
+                    for portion in portions_of_round:
+                        values = self._gathered(portion, writer_of[portion.file])
+                        if values is not None:
+                            pen.write(portion, values)
+                        del values  # before the next ones are gathered
+                    pen.complain()
+        finally:
+            pen.close()
+
+    def _num_bytes(self, name: str) -> int:
+        info = self._info(name)
+        return 0 if info is None else math.prod(info.shape) * info.dtype.itemsize
+
+    def _held(self, file: PlannedFile) -> list[int]:
+        """Bytes that each rank has of a file."""
+        entries = {name for tensor in file.tensors.values() for name in entries_of(tensor.recipe)}
+        return [
+            sum(
+                rectangle.numel * offer.dtype.itemsize
+                for name, offer in offers.items()
+                if name in entries and offer.dtype is not None
+                for rectangle in offer.rectangles
+            )
+            for offers in self._offers
+        ]
+
+    def _gathered(self, portion: Portion, writer: int) -> dict[str, Tensor] | None:
+        """The entries of ``portion`` on its writer; ``None`` elsewhere."""
+        is_here = dist.get_rank() == writer
+        found = {name: self._collected(name, writer, is_here=is_here) for name in portion.entries}
+        return {name: value for name, value in found.items() if value is not None} if is_here else None
+
+    def _collected(self, name: str, writer: int, *, is_here: bool) -> Tensor | None:
+        info = self._info(name)
+        assert info is not None
+        sources = self._sources(name, writer)
+        whole = Rectangle((0,) * len(info.shape), info.shape)
+        if list(sources) == [whole] and sources[whole][0] == writer:
+            return self._block(name, sources[whole][1]) if is_here else None
+        result = torch.empty(info.shape, dtype=info.dtype, device="cpu") if is_here else None
+        for rectangle, (source, number) in sources.items():
+            if result is None:
+                if source == dist.get_rank():
+                    collectives.send(self._block(name, number).cpu().contiguous(), writer, _PART)
+            elif source == writer:
+                rectangle.view_of(result).copy_(self._block(name, number))
+            else:
+                _receive(rectangle.view_of(result), source)
+        return result
+
+    def _sources(self, name: str, writer: int) -> dict[Rectangle, tuple[int, int]]:
+        """Rank that provides each rectangle, and its number there: the writer, or else the first that has it."""
+        found: dict[Rectangle, tuple[int, int]] = {}
+        for rank in (writer, *(other for other in range(len(self._offers)) if other != writer)):
+            offer = self._offers[rank].get(name)
+            for number, rectangle in enumerate(() if offer is None else offer.rectangles):
+                if rectangle.numel or not self._num_bytes(name):
+                    found.setdefault(rectangle, (rank, number))
+        return found
+
+    def _block(self, name: str, number: int) -> Tensor:
+        held = self._state[name]
+        assert isinstance(held, HeldTensor)
+        return held.blocks[number].tensor.detach()
+
+
+def _receive(place: Tensor, source: int) -> None:
+    if place.is_contiguous():
+        collectives.receive(place, source, _PART)
+        return
+    received = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+    collectives.receive(received, source, _PART)
+    place.copy_(received)
+
+
+class _Pen:
+    """Files that this rank writes. It remembers its first error; see [Note: errors of writers]."""
+
+    def __init__(self, folder: Path, files: Mapping[int, PlannedFile]) -> None:
+        self._folder = folder
+        self._files = files
+        self._left = {number: len(file.tensors) for number, file in files.items()}
+        self._open: dict[int, SafetensorsFile] = {}
+        self._error: Exception | None = None
+        for number, file in files.items():
+            if not file.tensors:
+                self._try(lambda number=number: self._begin(number).close())
+
+    def write(self, portion: Portion, values: Mapping[str, Tensor]) -> None:
+        """Write the tensors of ``portion``, which are made of ``values``."""
+        self._try(lambda: self._write(portion, values))
+
+    def complain(self) -> None:
+        """Raise the first error."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Close files that are incomplete, because of an error that is raised already."""
+        for file in self._open.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._open.clear()
+
+    def _try(self, action: Any) -> None:
+        if self._error is None:
+            try:
+                action()
+            except Exception as error:
+                self._error = error
+
+    def _begin(self, number: int) -> SafetensorsFile:
+        file = self._files[number]
+        infos = {name: tensor.info for name, tensor in file.tensors.items()}
+        return SafetensorsFile(self._folder / file.name, infos, file.metadata)
+
+    def _write(self, portion: Portion, values: Mapping[str, Tensor]) -> None:
+        if portion.file not in self._open:
+            self._open[portion.file] = self._begin(portion.file)
+        file, tensors = self._open[portion.file], self._files[portion.file].tensors
+        done: dict[DeferredOperation, list[Any]] = {}
+        on_host = {name: value.cpu() for name, value in values.items()}
+        for name in portion.names:
+            file.write(name, value_of(tensors[name].recipe, on_host, done))
+        self._left[portion.file] -= len(portion.names)
+        if not self._left[portion.file]:
+            self._open.pop(portion.file).close()

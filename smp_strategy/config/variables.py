@@ -1,0 +1,135 @@
+"""Environment variables of options: ``SMP_<OPTION>``, ``SMP_CONFIG`` for a recipe, and those of other programs.
+
+The prefix is not ours alone: SageMaker's library reads variables that begin with it, and so may a cluster. A variable
+that is nearly an option is a mistake of its author, because it would have no effect; any other one is not ours, and a
+note at the start names it.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from smp_strategy.config.parsing import parse
+from smp_strategy.config.recipe import parse_recipe
+from smp_strategy.errors import ConfigError
+
+__all__ = [
+    "ALIASES",
+    "DOOR_OPTIONS",
+    "ENV_PREFIX",
+    "canonical",
+    "note_on_others",
+    "options_in",
+    "resolve_aliases",
+    "text_of_variable",
+]
+
+ENV_PREFIX: Final = "SMP_"
+ALIASES: Final = {"partitions": "pipeline_parallel_degree"}
+# Environment variables with the prefix that are not options.
+NOT_OPTIONS: Final = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
+# Options of a single integration, which reads them itself.
+DOOR_OPTIONS: Final = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
+# Variables of SageMaker's library about transfers between its devices.
+_OF_SAGEMAKER: Final = frozenset(
+    {
+        "SMP_D2D_GPU_BUFFER_SIZE_BYTES",
+        "SMP_DISABLE_D2D",
+        "SMP_ENABLE_CROSS_NODE_D2D",
+        "SMP_NCCL_THROTTLE_LIMIT",
+    }
+)
+# Similarity from which a name counts as a misspelt option: above, for instance, CONFIG_PATH and CONFIG (0.71), below
+# VIRTUAL_DEGREE and VIRTUAL_PIPELINE_DEGREE (0.76).
+_NEAR: Final = 0.75
+
+
+def canonical(name: str) -> str:
+    """Name of an option whose alias may be given; other names are returned unchanged."""
+    return ALIASES.get(name, name)
+
+
+def resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """``options`` by their own names; an alias beside its option with another value is a problem."""
+    resolved = dict(options)
+    for alias, name in ALIASES.items():
+        if alias not in resolved:
+            continue
+        value = resolved.pop(alias)
+        if resolved.get(name) is None:  # None is the default, which configuration files write out
+            resolved[name] = value
+        elif resolved[name] != value:
+            problems.append(
+                f"`{alias}` ({value}) is an alias of `{name}` ({resolved[name]}), but they differ. Leave one of them "
+                "out."
+            )
+    return resolved
+
+
+def options_in(environ: Mapping[str, str], hints: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win.
+
+    Args:
+        environ: environment variables.
+        hints: type of every option.
+        problems: gets the mistakes: variables of one option that differ, and misspelt ones.
+    """
+    options: dict[str, Any] = {}
+    if environ.get("SMP_CONFIG"):
+        try:
+            options.update(parse_recipe(environ["SMP_CONFIG"]))
+        except ConfigError as error:
+            problems += error.problems
+    variables: dict[str, str] = {}  # the variable of each option
+    for variable in _with_prefix(environ):
+        name = _option_of(variable)
+        if name in hints:
+            value = parse(environ[variable], hints[name])
+            first = variables.setdefault(name, variable)
+            if first != variable and options[name] != value:
+                problems.append(
+                    f"{first}={environ[first]} and {variable}={environ[variable]} are the same option, but they "
+                    "differ. Unset one of them."
+                )
+            options[name] = value
+        elif name in DOOR_OPTIONS:
+            continue
+        elif near := _nearest(variable, hints):
+            problems.append(
+                f"The environment variable {variable} names no option of smp_strategy. Did you mean {near}? Rename or "
+                "unset it."
+            )
+    return options
+
+
+def text_of_variable(environ: Mapping[str, str], name: str) -> str | None:
+    """Text of the variable for the option ``name``; ``None`` if it is not set."""
+    return next((environ[each] for each in _with_prefix(environ) if _option_of(each) == name), None)
+
+
+def note_on_others(environ: Mapping[str, str], hints: Mapping[str, Any]) -> str | None:
+    """Sentence on the variables with our prefix that are not ours; ``None`` if there are none."""
+    ours = {*hints, *DOOR_OPTIONS}
+    others = [each for each in _with_prefix(environ) if _option_of(each) not in ours]
+    if not others:
+        return None
+    shown = [f"{each} (of SageMaker's library)" if each in _OF_SAGEMAKER else each for each in others]
+    return f"Environment variables that name no option of smp_strategy have no effect on it: {', '.join(shown)}."
+
+
+def _with_prefix(environ: Iterable[str]) -> list[str]:
+    return [each for each in sorted(environ) if each.startswith(ENV_PREFIX) and each not in NOT_OPTIONS]
+
+
+def _option_of(variable: str) -> str:
+    return canonical(variable.removeprefix(ENV_PREFIX).lower())
+
+
+def _nearest(variable: str, hints: Iterable[str]) -> str | None:
+    """The variable that ``variable`` probably is meant to be."""
+    if variable in _OF_SAGEMAKER:
+        return None
+    known = [name.upper() for name in (*hints, *ALIASES, *DOOR_OPTIONS)]
+    known += [name.removeprefix(ENV_PREFIX) for name in NOT_OPTIONS]
+    near = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX).upper(), known, n=1, cutoff=_NEAR)
+    return ENV_PREFIX + near[0] if near else None

@@ -1,0 +1,123 @@
+"""``save_pretrained`` of models of transformers and of PEFT, while the model is partitioned.
+
+Scripts call ``model.save_pretrained(folder)`` on all ranks, with or without ``is_main_process``, and Hugging Face's
+Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the prepared instance. While the
+model is whole it behaves as usual, also on a single rank. Once the model is partitioned the call is collective, and all
+ranks write (:mod:`smp_strategy.integrations.accelerate.spread_saving`). On one rank alone it raises an error
+(:mod:`smp_strategy.distributed.rendezvous`).
+
+The model's own method runs on a gathered state dict, as it always did, if the caller gives one, or if values are needed
+before files are written: pickled files, uploads to the Hub, quantised weights, converted initial adapters.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+from torch import nn
+
+from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.integrations.accelerate import state_folders as folders
+from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
+from smp_strategy.model.patching import Patches
+
+__all__ = ["PretrainedCalls", "library_of"]
+
+# Arguments for which values are needed while the library prepares the files, with the value for which they are not.
+_NEEDS_VALUES = {
+    "state_dict": None,
+    "push_to_hub": False,
+    "distributed_checkpoint": False,
+    "safe_serialization": True,
+    "path_initial_model_for_weight_conversion": None,
+}
+_CARD = "README.md"
+
+
+def library_of(model: nn.Module) -> ModuleType | None:
+    """The module of transformers or PEFT whose ``save_pretrained`` is that of ``model``; ``None``: another one's."""
+    for name, kind in (("peft.peft_model", "PeftModel"), ("transformers.modeling_utils", "PreTrainedModel")):
+        library = sys.modules.get(name)
+        if library is not None and isinstance(model, getattr(library, kind)):
+            own = getattr(library, kind).save_pretrained
+            return library if getattr(type(model), "save_pretrained", None) is own else None
+    return None
+
+
+@final
+class PretrainedCalls:
+    """Replacement of ``save_pretrained`` of one model.
+
+    Args:
+        model: Model of transformers or of PEFT.
+        spread: Returns the partitioned model, or ``None`` while this rank has all of it.
+
+    Attributes:
+        model: As given.
+    """
+
+    def __init__(self, model: nn.Module, spread: Callable[[], SpreadModel | None]) -> None:
+        self.model = model
+        self._spread = spread
+        self._patches = Patches()
+        self._library = library_of(model)
+        if self._library is not None:
+            self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
+            self._patches.replace(model, self._save_pretrained, "save_pretrained")
+
+    def remove(self) -> None:
+        """Restore the model's own method."""
+        self._patches.give_back()
+
+    @property
+    def are_collective(self) -> bool:
+        """Whether all ranks have to call ``save_pretrained`` together now."""
+        return self._library is not None and self._spread() is not None
+
+    def _save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        spread = self._spread()
+        if spread is None or arguments or self._needs_values(options):
+            self._own(save_directory, *arguments, **options)
+            return
+        is_main = options.pop("is_main_process", True)
+        options.pop("state_dict", None)
+        is_adapter = self._is_adapter or getattr(self.model, "_hf_peft_config_loaded", False)
+        replaces = "" if is_adapter else folders.weights_of(options.get("variant"))
+
+        def plan(staging: Path, state: SpreadState, entries: dict[str, Any]) -> FileNotes:
+            return self._plan(spread, Path(save_directory), staging, state, entries, options)
+
+        target = Path(save_directory) if is_main else None
+        write_together("model.save_pretrained", spread, target, plan, replaces=replaces)
+
+    @property
+    def _is_adapter(self) -> bool:
+        return self._library is not None and self._library.__name__.startswith("peft.")
+
+    def _needs_values(self, options: dict[str, Any]) -> bool:
+        is_quantised = getattr(self.model, "hf_quantizer", None) is not None
+        return is_quantised or any(options.get(name, usual) != usual for name, usual in _NEEDS_VALUES.items())
+
+    def _plan(
+        self,
+        spread: SpreadModel,
+        target: Path,
+        staging: Path,
+        state: SpreadState,
+        entries: dict[str, Any],
+        options: dict[str, Any],
+    ) -> FileNotes:
+        """Let the library prepare all files; those of tensors are noted."""
+        notes = FileNotes(staging)
+        with Patches() as patches, notes.instead_of(self._library, "safe_save_file"):
+            if self._is_adapter:
+                if (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
+                    shutil.copyfile(target / _CARD, staging / _CARD)
+            else:
+                total = spread.num_parameters(state)
+                patches.put(self.model, "num_parameters", lambda *_, **__: total)
+            self._own(str(staging), state_dict=entries, is_main_process=True, **options)
+        return notes

@@ -1,0 +1,62 @@
+"""Functions under ``functools.lru_cache`` (tables of positions, masks): dry runs leave no fake tensors in their caches.
+
+Nothing can be taken out of such a cache, and it does not tell what it holds. But the garbage collector knows what an
+object refers to. A cache that has got a fake tensor is emptied: its function computes the others again, too.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smp_strategy.model.trace.snapshot import containers_in
+
+__all__ = ["MemoizedFunctions", "hide_fakes"]
+
+_Memoized = functools._lru_cache_wrapper
+_MOST_LEVELS = 4
+
+
+@final
+class MemoizedFunctions:
+    """The memoized functions of this process."""
+
+    def __init__(self) -> None:
+        self._found: list[Callable[..., Any]] | None = None
+
+    def look(self) -> None:
+        """Find those that exist by now, at the next use; it takes a while."""
+        self._found = None
+
+    @contextmanager
+    def without_fakes(self) -> Iterator[None]:
+        """Context of a dry run: afterwards no cache holds fake tensors of it."""
+        if self._found is None:
+            self._found = [each for each in gc.get_objects() if type(each) is _Memoized]
+        before = [each.cache_info().misses for each in self._found]  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for each, misses in zip(self._found, before, strict=True):
+                if each.cache_info().misses != misses and _holds_fakes(gc.get_referents(each), _MOST_LEVELS):  # type: ignore[attr-defined]
+                    each.cache_clear()  # type: ignore[attr-defined]
+
+
+def hide_fakes(values: Iterable[Any]) -> None:
+    """Take the fake tensors out of the dicts among and in ``values``, caches of dry runs that will be restored."""
+    for container in containers_in(values):
+        if isinstance(container, dict):
+            for key in [key for key, value in container.items() if _holds_fakes([value], 1)]:
+                del container[key]
+
+
+def _holds_fakes(values: list[Any], levels: int) -> bool:
+    if any(isinstance(value, FakeTensor) for value in values):
+        return True
+    inside = [
+        value for value in values if type(value) in (dict, list, tuple) or type(value).__name__ == "_lru_list_elem"
+    ]
+    return levels > 0 and any(_holds_fakes(gc.get_referents(value), levels - 1) for value in inside)

@@ -1,0 +1,108 @@
+"""Model files of a partitioned model: byte for byte those of one plain process, whichever layout writes them."""
+
+import json
+
+import pytest
+import torch
+from accelerate_checks import assert_same, fresh_accelerator, on_ranks
+from hf_checks import alone, language_model, text_trainer, weights_of
+from peft import LoraConfig, get_peft_model
+from saved_models import LAYOUTS, assert_same_files, contents, plain, trained
+from transformers import AutoModelForCausalLM
+
+CASES = [(name, layout) for name in ("gpt2", "llama") for layout in LAYOUTS] + [("mixtral", "pp2"), ("mixtral", "sdp2")]
+
+
+def saves(name, smp, folder):
+    accelerator, model = trained(name, smp)
+    model.save_pretrained(folder / "one")
+    model.save_pretrained(folder / "many", max_shard_size="5KB")
+    accelerator.save_model(model, folder / "accelerate", max_shard_size="5KB")
+    accelerator.save_model(model, folder / "accelerate one")
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    assert_same(model.state_dict(), weights)  # it can be made whole afterwards
+    return weights
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_files_are_those_of_one_process(name, layout, tmp_path):
+    world_size, smp = LAYOUTS[layout]
+    weights = on_ranks(saves, world_size, name, smp, tmp_path)[0]
+    model = plain(name, weights)
+    model.save_pretrained(tmp_path / "plain" / "one")
+    model.save_pretrained(tmp_path / "plain" / "many", max_shard_size="5KB")
+    for each in ("one", "many"):
+        assert_same_files(tmp_path / each, tmp_path / "plain" / each)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / each)
+        assert_same(loaded.state_dict(), weights)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    on_ranks(saves_plainly, 1, name, weights, tmp_path / "plain")
+    assert_same_files(tmp_path / "accelerate", tmp_path / "plain" / "accelerate")
+    assert_same_files(tmp_path / "accelerate one", tmp_path / "plain" / "accelerate one")
+
+
+def saves_plainly(name, weights, folder):
+    accelerator = fresh_accelerator(None)
+    model = plain(name, weights)
+    accelerator.save_model(model, folder / "accelerate", max_shard_size="5KB")
+    accelerator.save_model(model, folder / "accelerate one")
+
+
+def saves_adapters(smp, folder):
+    accelerator, model = trained("adapted", smp)
+    model.save_pretrained(folder)
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def saves_adapters_plainly(weights, folder):
+    plain("adapted", weights).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_are_those_of_one_process(layout, tmp_path):
+    world_size, smp = LAYOUTS[layout]
+    weights = on_ranks(saves_adapters, world_size, smp, tmp_path / "found")[0]
+    on_ranks(saves_adapters_plainly, 1, weights, tmp_path / "plain")
+    assert "adapter_model.safetensors" in contents(tmp_path / "found")
+    assert_same_files(tmp_path / "found", tmp_path / "plain")
+
+
+def saves_by_trainer(folder, smp, model):
+    trainer = text_trainer(folder / "run", smp, model(), save_strategy="epoch")
+    trainer.train()
+    trainer.save_model(folder / "saved")
+    return weights_of(trainer)
+
+
+def saves_by_plain_trainer(folder, model, weights):
+    trainer = text_trainer(folder / "run", None, model())
+    trainer.model.load_state_dict(weights)
+    trainer.save_model(folder / "saved")
+
+
+def tied_language_model():
+    return language_model(tied=True)
+
+
+def adapted_language_model():
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    return get_peft_model(language_model(), config)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2"])
+@pytest.mark.parametrize("model", [tied_language_model, adapted_language_model])
+def test_the_files_of_a_trainer_are_those_of_one_process(model, layout, tmp_path):
+    world_size, smp = LAYOUTS[layout]
+    weights = on_ranks(saves_by_trainer, world_size, tmp_path, smp, model)[0]
+    alone(saves_by_plain_trainer, tmp_path / "plain", model, weights)
+    ours, theirs = tmp_path / "saved", tmp_path / "plain" / "saved"
+    assert_same_files(ours, theirs, besides=("training_args.bin", "config.json"))
+    [checkpoint] = (tmp_path / "run").iterdir()
+    file = "model.safetensors" if model is tied_language_model else "adapter_model.safetensors"
+    assert contents(checkpoint)[file] == contents(ours)[file]
+    if model is tied_language_model:
+        found = AutoModelForCausalLM.from_pretrained(ours)
+        assert_same(found.state_dict(), weights)
