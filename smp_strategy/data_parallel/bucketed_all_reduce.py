@@ -165,7 +165,7 @@ class BucketedAllReduce:
         """Gradients, and a flag for each that tells whether it exists."""
         gradients = [self._gradient(parameter) for parameter in share]
         for parameter, gradient in zip(share, gradients, strict=True):
-            yield (_zeros_for(parameter) if gradient is None else gradient).reshape(-1)
+            yield _dense(parameter, gradient).reshape(-1)
         if share:
             exist = [0.0 if gradient is None else 1.0 for gradient in gradients]
             yield torch.tensor(exist, dtype=gradient_dtype(share[0].dtype), device=share[0].device)
@@ -184,14 +184,16 @@ class BucketedAllReduce:
         *pieces, exist = total.split([*(parameter.numel() for parameter in share), len(share)])
         for parameter, piece, exists in zip(share, pieces, exist.tolist(), strict=True):
             if exists:
-                gradient = self._gradients.get(parameter)
-                gradient = _zeros_for(parameter) if gradient is None else gradient
+                gradient = _dense(parameter, self._gradients.get(parameter))
                 yield parameter, torch.mul(piece.view(parameter.shape), self._factor, out=gradient)
 
 
-def _zeros_for(parameter: nn.Parameter) -> Tensor:
-    """Substitute for a missing gradient."""
-    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
+def _dense(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    """``gradient``, dense; zeros if there is none."""
+    if gradient is None:
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
+    # Some parts of it are dense: a single process adds these and gets a dense gradient, too.
+    return gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
 
 
 def _size(share: Sequence[nn.Parameter]) -> int:

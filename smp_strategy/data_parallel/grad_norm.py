@@ -63,7 +63,9 @@ def global_norm(
     ]
     if not parameters:
         return torch.zeros(())
-    dtype = functools.reduce(torch.promote_types, (gradient_dtype(parameter.dtype) for parameter in parameters))
+    # Norms of complex gradients are real.
+    dtypes = (gradient_dtype(parameter.dtype).to_real() for parameter in parameters)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     norms = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
     pieces: list[int] = []
     for index, gradient in mine:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
+from smp_strategy.data_parallel.sparse_sums import is_sparse, sum_sparse
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 
@@ -42,21 +43,37 @@ def sum_gradients(
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
-    members = _present_anywhere(parameters, group)
-    if not members:
-        return
-    sums = BucketedAllReduce(dealt_out(members), group, factor=factor, dtype=dtype)
-    sums.send_rest()
-    found, _, _ = sums.finish()
-    for parameter in members:
-        parameter.grad = found.get(parameter)
+    dense, sparse = _present_anywhere(parameters, group)
+    if dense:
+        sums = BucketedAllReduce(dealt_out(dense), group, factor=factor, dtype=dtype)
+        sums.send_rest()
+        found, _, _ = sums.finish()
+        for parameter in dense:
+            parameter.grad = found.get(parameter)
+    here = dist.get_rank(group)
+    own = [share for bucket in dealt_out(sparse) for share in (bucket if len(bucket) == 1 else bucket[here : here + 1])]
+    kept = {parameter for share in own for parameter in share}
+    for parameter in sparse:
+        total = sum_sparse(parameter, group, factor)
+        parameter.grad = total if parameter in kept else None
 
 
-def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Parameters that have a gradient on some rank of ``group``."""
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
+def _present_anywhere(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters that have a gradient on some rank of ``group``, and those whose gradients are all sparse."""
+    kinds = [0 if each.grad is None else 2 if is_sparse(each.grad) else 1 for each in parameters]
+    present = torch.tensor(kinds, dtype=torch.uint8, device="cpu")
     # Not a reduction, which gloo would take for one of the sums of a rank that has gone on to these.
     found = [torch.empty_like(present) for _ in range(dist.get_world_size(group))]
     collectives.all_gather(found, present, group=group, doing="which gradients there are").wait()
-    anywhere = torch.stack(found).amax(0).tolist()
-    return [parameter for parameter, here in zip(parameters, anywhere, strict=True) if here]
+    everyones = torch.stack(found)
+    are_dense = (everyones == 1).any(0).tolist()
+    are_sparse = (everyones == 2).any(0).tolist()
+    dense, sparse = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter, is_dense, is_also_sparse in zip(parameters, are_dense, are_sparse, strict=True):
+        if is_dense:
+            dense.append(parameter)
+        elif is_also_sparse:
+            sparse.append(parameter)
+    return dense, sparse

@@ -16,6 +16,7 @@ from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
 from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
 from smp_strategy.data_parallel.gradient_sums import sum_gradients
 from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.sparse_sums import may_be_sparse
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
@@ -68,12 +69,19 @@ class Reduction:
             for stages, parameters in ownership.shared().items()
             if (group := mesh.group_of(stages)) is not None
         ]
-        # Parameters of a single unit. Gradients of others come from several places.
+        sparse = {
+            parameter
+            for module in ownership.local_modules(mesh.stage)
+            if may_be_sparse(module)
+            for parameter in module.parameters(recurse=False)
+        }
+        # Dense parameters of a single unit. Gradients of others come from several places.
         self._early = [
             parameter
             for units, members in ownership.parameters_by_units().items()
             for _, parameter in members
             if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
+            if parameter not in sparse
         ][::-1]
         # A frozenset keeps the hashes, so joining and comparing sets does not ask each parameter for its own.
         self._all_local = frozenset(self._local)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smp_strategy.errors import changed_in_place
+from smp_strategy.model.compiled_code import leave_uncompiled
 
 __all__ = ["is_in", "weights_guarded"]
 
@@ -53,6 +54,7 @@ def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> save
             raise changed_in_place(content.shape, content._version, version)
         return content
 
+    leave_uncompiled(save, read)
     return saved_tensors_hooks(save, read)
 
 

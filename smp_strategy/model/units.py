@@ -196,7 +196,8 @@ def _is_block_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     # A place in the list may be empty: `children` leaves these out.
-    blocks = [child for child in module.children() if any(child.children()) and has_state(child)]
+    # Not the truth of a module: a compiled one has none.
+    blocks = [child for child in module.children() if any(True for _ in child.children()) and has_state(child)]
     return len(blocks) >= 2
 
 

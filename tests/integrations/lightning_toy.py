@@ -30,6 +30,24 @@ def toy_loader(*, shuffle: bool = True, batch_size: int = 8, dataset: Dataset | 
     return DataLoader(dataset or toy_data(), batch_size=batch_size, shuffle=shuffle, **options)
 
 
+def shared_loader(trainer, smp: dict | None, *, batch_size: int = 8, dataset: Dataset | None = None) -> DataLoader:
+    """In order; the replicas read each batch of one process together. For ``use_distributed_sampler=False``."""
+    dataset = dataset or toy_data()
+    degrees = {} if smp is None else smp
+    num = 1 if smp is None else int(os.environ.get("WORLD_SIZE", 1))
+    num //= degrees.get("pipeline_parallel_degree", 1) * degrees.get("tensor_parallel_degree", 1)
+
+    class Shared(torch.utils.data.Sampler):
+        def __iter__(self):
+            rank = 0 if num == 1 else trainer.strategy.distributed_sampler_kwargs["rank"]
+            return (number for number in range(len(dataset)) if number // (batch_size // num) % num == rank)
+
+        def __len__(self):
+            return len(dataset) // num
+
+    return DataLoader(dataset, batch_size=batch_size // num, sampler=Shared())
+
+
 def toy_module(root: str = NEWER, *, seed: int = 0, **overrides):
     """A module of the tree ``root`` without a trace of parallelism; ``overrides`` replace its methods."""
     lightning = import_module(root)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning_toy import error_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from lightning_toy import error_of, on_ranks, quiet, shared_loader, toy_loader, toy_module, toy_trainer
 
 LAYOUTS = {
     "pp2": {"pipeline_parallel_degree": 2, "microbatches": 2},
@@ -73,27 +73,11 @@ STEPS = {
 }
 
 
-class Shared(torch.utils.data.Sampler):
-    """Each batch of eight is what the replicas read together."""
-
-    def __init__(self, trainer, smp):
-        self.trainer, self.smp = trainer, smp
-
-    def __iter__(self):
-        kwargs = {"num_replicas": 1, "rank": 0}
-        kwargs = kwargs if self.smp is None else self.trainer.strategy.distributed_sampler_kwargs
-        size = 8 // kwargs["num_replicas"]
-        return (number for number in range(48) if number // size % kwargs["num_replicas"] == kwargs["rank"])
-
-
 def train(folder, smp, name):
     module = toy_module(**STEPS[name])
     module.numbers = []
     trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
-    splits = smp is not None and "pipeline_parallel_degree" not in smp and "tensor_parallel_degree" not in smp
-    is_replicated = splits or (smp is not None and smp.get("pipeline_parallel_degree") == 1)
-    loader = toy_loader(shuffle=False, batch_size=4 if is_replicated else 8, sampler=Shared(trainer, smp))
-    trainer.fit(module, loader)
+    trainer.fit(module, shared_loader(trainer, smp))
     return {key: value.clone() for key, value in module.state_dict().items()}, module.numbers, trainer.global_step
 
 

@@ -31,7 +31,7 @@ else:
 import sys
 from collections.abc import Iterable, Sequence
 
-from smp_strategy.config.start_folder import STARTED_IN
+from smp_strategy.config.start_folder import started_in
 
 __all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
 
@@ -60,11 +60,14 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
 
     job = running_hydra_job()
     # The script may have changed its working directory since, and will do so again.
-    folder = STARTED_IN if job is None else job.runtime.cwd
+    folder = started_in() if job is None else job.runtime.cwd
     if __main__.__spec__ is not None:
         script = ["-m", __main__.__spec__.name.removesuffix(".__main__")]
     else:
         script = [os.path.join(folder or os.getcwd(), sys.argv[0])]
+        known = os.path.abspath(getattr(__main__, "__file__", script[0]))
+        if not os.path.exists(script[0]) and os.path.basename(known) == os.path.basename(script[0]):
+            script = [known]
     if job is None:
         return [sys.executable, *script, *sys.argv[1:]], folder
     arguments = _hydra_arguments(job, config_flags(sys.argv[1:]), local_rank)

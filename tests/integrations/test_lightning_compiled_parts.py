@@ -1,0 +1,46 @@
+"""Parts of a module that the user has compiled, under all layouts."""
+
+import pytest
+import torch
+from lightning_toy import on_ranks, quiet, shared_loader, toy_module, toy_trainer
+from torch import nn
+
+LAYOUTS = {
+    "pp2": {"pipeline_parallel_degree": 2, "microbatches": 2},
+    "sdp2": {"sharded_data_parallel_degree": 2},
+    "sdp2-recomputed": {"sharded_data_parallel_degree": 2, "activation_checkpointing": "all"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, backend=None):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if backend is not None:
+            self.linear = torch.compile(self.linear, backend=backend)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def train(folder, smp, is_inside, backend):
+    module = toy_module()
+    torch.manual_seed(0)
+    if is_inside:
+        blocks = [Block(backend) for _ in range(3)]
+    else:
+        blocks = [torch.compile(Block(), backend=backend) for _ in range(3)]
+    module.net = nn.Sequential(*blocks, nn.Linear(8, 4))
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, shared_loader(trainer, smp))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["units", "inside of units"])
+def test_parts_that_the_user_has_compiled_train_as_in_one_process(tmp_path, is_inside, backend):
+    with quiet():
+        (expected,) = on_ranks(train, 1, tmp_path, None, is_inside, backend)
+    for layout, smp in LAYOUTS.items():
+        for found in on_ranks(train, 2, tmp_path, smp, is_inside, backend):
+            torch.testing.assert_close(found, expected, msg=lambda text, layout=layout: f"{layout}: {text}")
