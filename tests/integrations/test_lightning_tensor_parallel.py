@@ -114,7 +114,11 @@ def run_hidden(folder, smp):
 
 
 # Stages part the layers of a pair, so each is named.
-STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2, "tensor_parallel": {f"net.{n}": "column" for n in (0, 2, 4, 6)}}
+STAGES = {
+    "pipeline_parallel_degree": 2,
+    "microbatches": 2,
+    "tensor_parallel": {f"net.{n}": "column" for n in (0, 2, 4, 6)},
+}
 
 
 @pytest.mark.parametrize("options", [{}, STAGES], ids=["2 parts", "stages"])
