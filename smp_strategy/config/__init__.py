@@ -4,7 +4,7 @@ In reading order:
 
 * ``config``: :class:`~smp_strategy.config.config.SMPConfig`, all options in one frozen dataclass;
   contradictions.
-* ``environment``: options from environment variables, aliases, variables of other programs.
+* ``variables``: options from environment variables, aliases, variables of other programs.
 * ``options``: options by concern: pipeline, partition, tracing, sharding, tensor parallelism, activations.
 * ``precision_options``: compute and reduction dtypes, loss scaling.
 * ``parsing``: type checks of values, and values from text.

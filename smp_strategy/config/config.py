@@ -16,7 +16,6 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Self
 
-from smp_strategy.config.environment import ALIASES, options_in, resolve_aliases
 from smp_strategy.config.options import (
     ActivationOptions,
     PartitionOptions,
@@ -31,6 +30,7 @@ from smp_strategy.config.options import (
 from smp_strategy.config.parsing import as_dict, as_tuple, one_of, wrong_types
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE
+from smp_strategy.config.variables import ALIASES, options_in, resolve_aliases
 from smp_strategy.errors import ConfigError
 
 __all__ = [

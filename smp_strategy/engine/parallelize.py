@@ -28,7 +28,7 @@ from torch import nn
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import option_types
-from smp_strategy.config.environment import note_on_others
+from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.engine.decide import decide
 from smp_strategy.engine.dry_run import run_for_real

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from smp_strategy.config.environment import DOOR_OPTIONS, text_of_variable
 from smp_strategy.config.parsing import parse
+from smp_strategy.config.variables import DOOR_OPTIONS, text_of_variable
 
 __all__ = ["OWN_OPTIONS", "LossInModel", "LossReduction", "TrainingOutputs", "take_own", "wrong_own"]
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from smp_strategy.config.config import SMPConfig, option_types
-from smp_strategy.config.environment import note_on_others
+from smp_strategy.config.variables import note_on_others
 from smp_strategy.errors import ConfigError
 
 
