@@ -61,7 +61,7 @@ __all__ = [
     "tp_register_with_module",
     "unit",
 ]
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 _HOME = {
     "CheckpointError": "smp_strategy.errors",

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.optimizer_probe import with_inner
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["FullOptimizerState", "mark_own_states"]
@@ -148,10 +149,10 @@ class _OwnState(dict[Any, Any]):
     """State of the parameters that this rank updates, by their numbers; cannot be pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        words = door_words()
         raise UnsupportedError(
             f"`optimizer.state_dict()` has the state of {len(self)} parameters here: what this rank updates, not the "
-            "whole. To save it, call `trainer.save_checkpoint` or `accelerator.save_state` on all ranks, or "
-            "`state_dict()` of the optimizer that `accelerator.prepare` has returned."
+            f"whole. To save it, call {words.save_all} on all ranks{words.whole_state}."
         )
 
     def copy(self) -> "_OwnState":

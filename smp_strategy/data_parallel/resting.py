@@ -6,6 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import SIZES, Guard
 
@@ -65,11 +66,10 @@ class RestingGuard(Guard):
 
     def refusal(self, operation: str) -> UnsupportedError:
         """Error for an operation outside of hooks."""
+        words = door_words()
         return UnsupportedError(
             f"`{operation}` needs the values of a parameter that is spread over ranks (`sharded_data_parallel_degree`) "
-            "and is not in use. Compute with it in the module that has it, or in a hook of Lightning or "
-            "`accelerator.smp.with_weights(lambda: ...)` on all ranks, where weights are whole; "
-            "to save the model, call `trainer.save_checkpoint`, `model.save_pretrained` (with Accelerate) or "
-            "`accelerator.get_state_dict(model)` on all ranks; to have the whole model after a run, set "
-            '`restore_module="all"`.'
+            f"and is not in use. Compute with it in the module that has it, or {words.in_hook}, where weights are "
+            f"whole; to save the model, call {words.save_model} on all ranks; to "
+            'have the whole model after a run, set `restore_module="all"`.'
         )

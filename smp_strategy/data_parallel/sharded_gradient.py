@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["ShardedGradient"]
@@ -95,9 +96,9 @@ def _fit(leaves: Iterable[Any]) -> bool:
 
 
 def _refusal(operation: str, gradient: Tensor) -> UnsupportedError:
+    words = door_words()
     return UnsupportedError(
         f"`{operation}` of a gradient of shape {list(gradient.shape)}, which is spread over ranks "
-        "(`sharded_data_parallel_degree`), needs all of it. Do it in a hook of Lightning or "
-        "`accelerator.smp.with_weights(lambda: ...)` on all ranks, where gradients are whole; "
-        "to clip by the norm, use `gradient_clip_val`, or `engine.clip_grad_norm_`."
+        "(`sharded_data_parallel_degree`), needs all of it. Do it {words.in_hook}, where "
+        f"gradients are whole; to clip by the norm, use {words.clip}."
     )

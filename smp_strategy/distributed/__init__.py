@@ -9,6 +9,7 @@ Reading order:
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
+* ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
 * ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.

@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.failure import StoreCall, current_run, first_failure, publish, raise_lost
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
@@ -295,7 +296,7 @@ class Watch:
         if self.rank not in still:
             return
         if is_deadlock(self.rank, still):
-            self._break_off(wait, ApartError(story(still)))
+            self._break_off(wait, ApartError(story(still, door_words())))
         elif waited >= self._silence:
             self._tell_of_slow(wait, found, blockers(self.rank, still), now, waited)
 

@@ -8,7 +8,10 @@ at work and may still do whatever is missing.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from smp_strategy.distributed.door_words import DoorWords
 
 __all__ = ["Condition", "Position", "blockers", "is_deadlock", "story"]
 
@@ -94,15 +97,14 @@ def blockers(rank: int, positions: Mapping[int, Position]) -> set[int]:
     return found
 
 
-def story(positions: Mapping[int, Position]) -> str:
-    """Error message about ranks that wait for each other."""
+def story(positions: Mapping[int, Position], words: "DoorWords") -> str:
+    """Error message, in ``words`` of the user's door, about ranks that wait for each other."""
     lines = "\n".join(f"  rank {rank}: for {each.doing}; {each.place}" for rank, each in sorted(positions.items()))
     return (
         f"The ranks of this run wait for each other for ever:\n{lines}\n"
         "All of them must run the same code. What only some ranks do is the usual reason: a value that is read "
-        "(`if trainer.is_global_zero: print(loss.item())`), a call that all ranks must make (`if "
-        "accelerator.is_main_process: accelerator.save_state()`, `trainer.save_checkpoint`, a call of the model under "
-        "`@rank_zero_only`), a stop, or fewer batches. Do it on all ranks, or use `self.log` or `self.print`."
+        f"(`{words.on_one}print(loss.item())`), a call that all ranks must make ({words.on_one_saves}, a call of the "
+        f"model under such a condition), a stop, or fewer batches. Do it on all ranks, or use {words.tell}."
     )
 
 

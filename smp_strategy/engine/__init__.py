@@ -20,6 +20,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.
+* ``microbatch_notes.py``: layers and losses whose numbers depend on how a batch is cut.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
 * ``offline_planning.py``: a partition without ranks and without memory.
 """

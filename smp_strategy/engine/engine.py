@@ -293,8 +293,7 @@ class Engine:
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         step, microbatches, sizes = self._begin("train", step, batch, loss_of)
-        job = training_job(self._parts, step, sizes, loss_of)
-        job = replace(job, weights=[1.0] * len(sizes)) if sums else job
+        job = training_job(self._parts, step, sizes, loss_of, sums=sums)
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
             job = replace(job, weights=scaled, around_last=backward.around_last)

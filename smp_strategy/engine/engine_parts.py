@@ -50,7 +50,7 @@ class EngineParts:
         local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
         seed, num_steps, num_evaluations: where random streams are.
-        has_counted: whether the number of samples in a training step has been reported.
+        has_counted: whether the first training step has been reported on.
     """
 
     delayed: DelayedModule

@@ -14,6 +14,7 @@ from torch import Tensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.microbatch_notes import notes_on_microbatches
 from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
@@ -67,7 +68,12 @@ def warn_of_fewer(config: SMPConfig, num_run: int) -> None:
 
 
 def training_job(
-    parts: EngineParts, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+    parts: EngineParts,
+    step: Step,
+    sizes: Sequence[int],
+    loss_of: Callable[[Any], Tensor | None] | None = None,
+    *,
+    sums: bool = False,
 ) -> Job:
     """Job of the next training step: losses are weighted by samples.
 
@@ -76,14 +82,19 @@ def training_job(
         step: User's code for one microbatch.
         sizes: Number of samples in each microbatch.
         loss_of: Picks the loss out of the result of ``step``; ``None``: the step runs backward itself.
+        sums: Whether losses are added up instead.
     """
     total = sum(sizes) or 1
-    if not parts.has_counted and parts.mesh.shape.world_size > 1:
+    if not parts.has_counted:
         parts.has_counted = True
-        parts.report(render_batch(total, parts.mesh.shape))
+        if parts.mesh.shape.world_size > 1:
+            parts.report(render_batch(total, parts.mesh.shape))
+        for note in notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums):
+            parts.report(note)
     parts.num_steps += 1
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
-    return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
+    weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
+    return Job(step=step, seed=seed, loss_of=loss_of, weights=weights)
 
 
 def evaluation_job(parts: EngineParts, step: Step) -> Job:

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import (
     GRADIENT,
@@ -71,14 +72,13 @@ class HomeStages(Guard):
 
     def refusal(self, operation: str) -> UnsupportedError:
         """Error for an operation that needs the values."""
+        words = door_words()
         stages = " and ".join(str(stage) for stage in sorted(self.holders))
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
-            f"{self.stage}, that of this rank. Compute with it in a step, in a hook of Lightning, or in "
-            "`accelerator.smp.with_weights(lambda: ...)` on all ranks; to save the model, "
-            "call `trainer.save_checkpoint`, `model.save_pretrained` (with Accelerate) or "
-            "`accelerator.get_state_dict(model)` on all ranks; to have the whole model after a run, set "
-            '`restore_module="all"`.'
+            f"{self.stage}, that of this rank. Compute with it in a step, or {words.in_hook}; to save "
+            f"the model, call {words.save_model} on all ranks; to have the whole "
+            'model after a run, set `restore_module="all"`.'
         )
 
     @property

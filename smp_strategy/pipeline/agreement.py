@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.transport import Transport
 
@@ -63,8 +64,9 @@ def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
     calls = zip_longest(*paths.values(), fillvalue="the end of the step")
     number, differing = next((n, call) for n, call in enumerate(calls) if len(set(call)) > 1)
     what = ", ".join(f"`{name}` on rank {rank}" for rank, name in sorted(zip(paths, differing, strict=True)))
+    words = door_words()
     return (
         f"The ranks of this pipeline did not run the same code in this step: call {number} is {what}. A value that "
-        "only some ranks read (`if trainer.is_global_zero: print(loss.item())`) or a branch on the rank is the usual "
-        "reason: do it on all ranks, or use `self.log` or `self.print`."
+        f"only some ranks read (`{words.on_one}print(loss.item())`) or a branch on the rank is the usual "
+        f"reason: do it on all ranks, or use {words.tell}."
     )

@@ -23,11 +23,12 @@ from torch import nn
 from smp_strategy.errors import CheckpointError
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
+TP2 = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
 LAYOUTS = {
     "pp2": (2, PP2),
     "pp4": (4, {**PP2, "pipeline_parallel_degree": 4}),
     "sdp2": (2, {"sharded_data_parallel_degree": 2, "microbatches": 2}),
-    "tp2": (2, {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2, "microbatches": MICROBATCHES}),
+    "tp2": (2, {**TP2, "microbatches": MICROBATCHES, "tensor_parallel": {"blocks.*.0": "column"}}),
     "pp2 with replicas": (4, {**PP2, "microbatches": 2}),
     "one process": (1, {"pipeline_parallel_degree": 1, "microbatches": MICROBATCHES}),
 }

@@ -19,7 +19,11 @@ LAYOUTS = {
     "shards": (2, 2, SHARDS),
     "state shards": (2, 2, {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}),
     "stages and shards": (4, 2, {**STAGES, **SHARDS}),
-    "parts": (4, 2, {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}),
+    "parts": (
+        4,
+        2,
+        {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2, "tensor_parallel": {"*.mlp.0": "column"}},
+    ),
     "1f1b": (4, 2, {**STAGES, "pipeline": "1f1b"}),
     "chunks": (4, 2, {**STAGES, "pipeline": "1f1b", "virtual_pipeline_degree": 2}),
     "recomputed": (4, 2, {**STAGES, "activation_checkpointing": "all"}),

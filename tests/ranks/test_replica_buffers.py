@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {**REP2, "shard_optimizer_state": True}),
     "sdp2": (2, {**REP2, "sharded_data_parallel_degree": 2}),
     "mics2x2": (4, {**REP2, "sharded_data_parallel_degree": 2}),
-    "tp2": (4, {**REP2, "tensor_parallel_degree": 2}),
+    "tp2": (4, {**REP2, "tensor_parallel_degree": 2, "tensor_parallel": {"0": "column"}}),
     "pp2": (4, PP2),
     "pp2, 1f1b": (4, {**PP2, "microbatches": 3, "pipeline": "1f1b"}),
     "pp2, sdp2": (4, {**PP2, "sharded_data_parallel_degree": 2}),

@@ -13,10 +13,11 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.testing import run_ranks
 
 BATCH = torch.arange(12).view(4, 3) % 7
+NAMED = {"up": "column", "down": "row"}
 LAYOUTS = {
     "2 stages": {"pipeline_parallel_degree": 2},
-    "2 parts": {"tensor_parallel_degree": 2},
-    "2 parts of 2 stages": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "2 parts": {"tensor_parallel_degree": 2, "tensor_parallel": NAMED},
+    "2 parts of 2 stages": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": NAMED},
 }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import smp_strategy
 from smp_strategy.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,15 @@ def test_help_does_not_wait_for_pytorch():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert shown.startswith("usage: smp export")
     assert shown.splitlines()[-1] == "False"
+
+
+def test_the_version_is_that_of_the_project(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"smp_strategy {project['version']} (PyTorch ")
+    assert smp_strategy.__version__ == project["version"]
 
 
 def test_the_command_is_installed():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, in_plain_sight, unwatch, watch
 from smp_strategy.model.home_stages import resize
@@ -169,7 +170,7 @@ class FullSplitLayers:
             raise UnsupportedError(
                 f"A hook uses weights or gradients of split layers (`tensor_parallel_degree`) on {num_users} of "
                 f"{group.size} ranks that have parts ({'' if is_used else 'not '}on this one), but it takes all. "
-                "Let all ranks run the same code, with `if trainer.is_global_zero: ...` around what is done with the "
+                f"Let all ranks run the same code, with `{door_words().on_one}...` around what is done with the "
                 "result only."
             )
 

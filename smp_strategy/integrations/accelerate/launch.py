@@ -23,6 +23,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -190,6 +191,12 @@ def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]
     selection = _selection(args, environ)
     if selection is None:
         return {}
+    if _is_own_test(getattr(args, "training_script", None)):
+        raise ConfigError(
+            "`accelerate test` runs a script of Accelerate, in which each process must be a replica with a whole model "
+            "and several models are trained at once, so it cannot test a layout of smp_strategy. Leave `smp_config` "
+            f"out of the file (or set {SELECTED}=false) to test the machine, and try the layout with your own script."
+        )
     for switch, what in (("use_fsdp", "FSDP"), ("use_megatron_lm", "Megatron-LM")):
         if getattr(args, switch, False):
             raise _contradiction(what)
@@ -204,6 +211,11 @@ def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]
             "`use_cpu: true` in the file, or --cpu, to train on CPUs."
         )
     return added
+
+
+def _is_own_test(script: Any) -> bool:
+    """Whether ``script`` is the one of `accelerate test`."""
+    return script is not None and Path(script).parts[-4:] == ("accelerate", "test_utils", "scripts", "test_script.py")
 
 
 def _selection(args: Namespace, environ: Mapping[str, str]) -> LaunchOptions | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -108,6 +109,7 @@ class Session:
         self._close_engine()
         config = dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
         begin_run()
+        speak(OF_ACCELERATE)
         self._engine = Engine(config, report=self._report, device=self.device, timeout=self._timeout)
         return self._engine
 

@@ -33,6 +33,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.parsing import as_timeout
 from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.door_words import OF_LIGHTNING, speak
 from smp_strategy.distributed.failure import begin_run, publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.rng_sync import BatchSource
@@ -202,6 +203,7 @@ class StrategyHooks(DelegatingStrategy):
             keep_freed_memory()
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
         begin_run()
+        speak(OF_LIGHTNING)
         self._has_failed = False
         self._checkpoints.begin_processes()
         # An earlier run may have left the module spread over the ranks. Callbacks that copy it in `setup` need an

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.autograd_collectives import copy
@@ -96,11 +97,11 @@ class SplitLayer(nn.Module):
         for name, cut in self.cuts.items():
             parameter = self._parameters[name]
             if not keep_vars and parameter is not None and parameter.shape[cut.dim] != cut.length:
+                words = door_words()
                 raise UnsupportedError(
                     f"`state_dict` here would have this rank's part of `{prefix}{name}` only, which "
                     f"`tensor_parallel_degree` divides among {self.group.size} ranks. To save the model, call "
-                    "`trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; in a hook of "
-                    "Lightning weights are whole."
+                    f"{words.save_model} on all ranks; {words.in_hook} weights are whole."
                 )
         super()._save_to_state_dict(destination, prefix, keep_vars)
 

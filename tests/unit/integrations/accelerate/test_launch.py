@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate.launch import variables_for
+from smp_strategy.integrations.accelerate.launch_options import LaunchOptions
 
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -120,6 +123,13 @@ def test_where_nothing_is_selected_accelerate_does_what_it_does(in_file, start, 
     started = start({**ON_CPU, **in_file})
     assert started.command == [sys.executable, "train.py", "--steps", "3"]
     assert not [name for name in started.variables if name.startswith("SMP_")]
+
+
+def test_the_test_of_accelerate_itself_is_refused():
+    script = "/env/accelerate/test_utils/scripts/test_script.py"
+    with pytest.raises(ConfigError, match="`accelerate test` runs a script of Accelerate.* Leave `smp_config` out"):
+        variables_for(Namespace(training_script=script, smp_config=LaunchOptions("pp2")), {})
+    assert variables_for(Namespace(training_script=script), {}) == {}
 
 
 def test_mpi_is_left_to_start_processes_where_it_is_wanted(start, monkeypatch):

@@ -1,0 +1,84 @@
+"""Words of the door that the user came through: Lightning's calls, or Accelerate's, in errors of the parts below.
+
+Parts that refuse something (a weight on another stage, a gradient in shards) do not know who has built them, but must
+name the remedy as the user would write it. The integration says its words when a run begins; they belong to the process
+group, like everything else about a run.
+"""
+
+from dataclasses import dataclass
+from typing import Final, final
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+__all__ = ["OF_ACCELERATE", "OF_LIGHTNING", "DoorWords", "door_words", "speak"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DoorWords:
+    """Calls of a door, as parts of sentences."""
+
+    in_hook: str
+    """Where code sees all weights and gradients."""
+    save_model: str
+    """Call that saves all weights."""
+    save_all: str
+    """Call that saves weights and optimizers."""
+    whole_state: str
+    """Further way to the whole state of an optimizer, with a comma before it; may be empty."""
+    on_one: str
+    """Condition that is true on one rank only."""
+    on_one_saves: str
+    """Mistake of saving on one rank."""
+    tell: str
+    """Calls that log or print on one rank."""
+    clip: str
+    """Ways to clip gradients by their norm."""
+
+
+OF_LIGHTNING: Final = DoorWords(
+    in_hook="in a hook of Lightning",
+    save_model="`trainer.save_checkpoint`",
+    save_all="`trainer.save_checkpoint`",
+    whole_state="",
+    on_one="if trainer.is_global_zero: ",
+    on_one_saves="`if trainer.is_global_zero: trainer.save_checkpoint(...)`",
+    tell="`self.log` or `self.print`",
+    clip="`gradient_clip_val`",
+)
+OF_ACCELERATE: Final = DoorWords(
+    in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    save_model="`model.save_pretrained` or `accelerator.get_state_dict(model)`",
+    save_all="`accelerator.save_state`",
+    whole_state=", or `state_dict()` of the optimizer that `accelerator.prepare` has returned",
+    on_one="if accelerator.is_main_process: ",
+    on_one_saves="`if accelerator.is_main_process: accelerator.save_state()`",
+    tell="`accelerator.log` or `accelerator.print`",
+    clip="`accelerator.clip_grad_norm_`",
+)
+_OF_BOTH: Final = DoorWords(
+    in_hook="in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    save_model="`trainer.save_checkpoint`, or `model.save_pretrained` or `accelerator.get_state_dict(model)`",
+    save_all="`trainer.save_checkpoint` or `accelerator.save_state`",
+    whole_state=OF_ACCELERATE.whole_state,
+    on_one=OF_LIGHTNING.on_one,
+    on_one_saves=f"{OF_LIGHTNING.on_one_saves} or {OF_ACCELERATE.on_one_saves}",
+    tell=f"{OF_LIGHTNING.tell}, or {OF_ACCELERATE.tell}",
+    clip="`gradient_clip_val`, or `accelerator.clip_grad_norm_`",
+)
+
+_WORDS: Final[WeakKeyDictionary[dist.ProcessGroup, DoorWords]] = WeakKeyDictionary()
+
+
+def speak(words: DoorWords) -> None:
+    """Use ``words`` in errors from now on, for as long as the default process group lives."""
+    world = dist.group.WORLD
+    assert world is not None
+    _WORDS[world] = words
+
+
+def door_words() -> DoorWords:
+    """Words for an error; those of both doors if none has begun a run."""
+    world = dist.group.WORLD
+    return _OF_BOTH if world is None else _WORDS.get(world, _OF_BOTH)

@@ -1,0 +1,62 @@
+"""Notes on layers and losses whose numbers depend on how a batch is cut into microbatches.
+
+A step has the numbers of a single process that accumulates gradients over the same microbatches. That is a step on the
+whole batch if each sample counts for itself and the loss is a mean. What is visible in modules and is otherwise gets a
+sentence at the first training step, since nothing else would tell.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.loss import _Loss
+
+from smp_strategy.config.sizes import show_count
+
+__all__ = ["notes_on_microbatches"]
+
+
+def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:
+    """Sentences on layers and losses of ``module``, which is about to train.
+
+    Args:
+        module: The model.
+        sizes: Number of samples in each microbatch.
+        averages: Whether the losses of microbatches are averaged.
+    """
+    if len(sizes) < 2:
+        return
+    parts = [(name, part) for name, part in module.named_modules() if part.training]
+    norms = [(name, part) for name, part in parts if isinstance(part, _NormBase) and _sees_others(part)]
+    if norms:
+        is_tracked = any(part.track_running_stats for _, part in norms)
+        yield (
+            f"{_named(norms)} normalize by the statistics of each microbatch ({_sizes(sizes)}) instead of the batch's "
+            f"({show_count(sum(sizes), 'sample')}), as under gradient accumulation"
+            + (f"; running statistics move {len(sizes)} times per step, each time by `momentum`" if is_tracked else "")
+            + ". For the numbers of the whole batch set `microbatches=1`, or use a norm of each sample (LayerNorm, "
+            "GroupNorm)."
+        )
+    sums = [(name, part) for name, part in parts if isinstance(part, _Loss) and part.reduction == "sum"]
+    if sums and averages:
+        yield (
+            f"{_named(sums)} add up the losses of samples (`reduction='sum'`), but the losses of the {len(sizes)} "
+            "microbatches are averaged, weighted by samples, as under gradient accumulation: a loss like that is not "
+            f"the sum over the batch, but about 1/{len(sizes)} of it. Use `reduction='mean'`, or set `microbatches=1`."
+        )
+
+
+def _sees_others(norm: _NormBase) -> bool:
+    """Whether the samples of a microbatch change each other's results, or a running mean."""
+    return isinstance(norm, _BatchNorm) or norm.track_running_stats
+
+
+def _named(parts: Sequence[tuple[str, nn.Module]]) -> str:
+    name, first = parts[0]
+    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+    return f"Layers like `{name or 'the model'}` ({type(first).__name__}){more}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return show_count(most, "sample") if least == most else f"{least} to {most} samples"
