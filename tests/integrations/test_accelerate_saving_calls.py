@@ -55,7 +55,7 @@ def test_weights_are_written_for_one_process(layout, tmp_path):
     assert part == ["0.weight", "0.bias", "3.weight", "3.bias"]
     assert_same(torch.load(tmp_path / "weights.pt", weights_only=True), weights)
     assert all(other == part for _, other, _ in others)
-    assert "call `accelerator.get_state_dict(model)` on all ranks" in refusal
+    assert "call `model.save_pretrained` or `accelerator.get_state_dict(model)` on all ranks" in refusal
     assert "trainer" not in refusal
 
 

@@ -32,7 +32,7 @@ class Meter(TorchDispatchMode):
     """Observes the operations of a dry run.
 
     Args:
-        tally: Counts kernels.
+        tally: Counts kernels, if there is one.
         assumed: Answer for numbers and counts that depend on values, see [Note: assumed values]; ``None``: fail.
         unit: Name of the running unit; it must not use tensors that another unit has left in an object.
 
@@ -42,7 +42,7 @@ class Meter(TorchDispatchMode):
             :func:`~smp_strategy.model.trace.tensor_spec.storage_of`).
     """
 
-    def __init__(self, tally: KernelTally, assumed: int | None = None, unit: str | None = None) -> None:
+    def __init__(self, tally: KernelTally | None, assumed: int | None = None, unit: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
         self.written = set[int]()
@@ -69,7 +69,8 @@ class Meter(TorchDispatchMode):
             for tensor in leaves_of(result):
                 if isinstance(tensor, FakeTensor):
                     tensor.made_by, tensor.is_table = self._unit, is_table  # type: ignore[attr-defined]
-        self._tally.note(func, args, kwargs, result, is_random=is_random)
+        if self._tally is not None:
+            self._tally.note(func, args, kwargs, result, is_random=is_random)
         self.random |= is_random
         return result
 

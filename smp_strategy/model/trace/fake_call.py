@@ -19,7 +19,7 @@ from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.side_effects import is_object, watched
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
-__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "stand_in", "tensors_of", "tracked"]
+__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "specs_inside", "stand_in", "tensors_of", "tracked"]
 
 
 class _Fresh(torch.autograd.Function):
@@ -48,19 +48,38 @@ def imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
         return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-untyped-call]
 
 
-def stand_in(leaf: Any, make: Callable[[TensorSpec], Tensor] = imitate) -> Any:
+def stand_in(
+    leaf: Any,
+    make: Callable[[TensorSpec], Tensor] = imitate,
+    *,
+    inside: Callable[[TensorSpec], Tensor] | None = None,
+) -> Any:
     """Replacement of an argument in a dry run, independent of the original.
 
     Args:
         leaf: The argument; a tensor is given by its metadata.
-        make: Makes the tensors, including those that an object holds.
+        make: Makes the tensors.
+        inside: Makes those that an object holds, if ``make`` does not.
     """
     if isinstance(leaf, TensorSpec):
         return make(leaf)
     if not is_object(leaf):
         return leaf
-    with _CopyWith(make):
+    with _CopyWith(inside or make):
         return copy.deepcopy(leaf)
+
+
+def specs_inside(leaf: Any) -> list[TensorSpec]:
+    """Metadata of the tensors that an object among the arguments holds, in the order of :func:`stand_in`."""
+    found: list[TensorSpec] = []
+
+    def note(spec: TensorSpec) -> Tensor:
+        found.append(spec)
+        return torch.empty(0)
+
+    if is_object(leaf):
+        stand_in(leaf, note)
+    return found
 
 
 def is_left_behind(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.model.trace.snapshot import containers_in
@@ -54,7 +55,7 @@ def hide_fakes(values: Iterable[Any]) -> None:
 
 
 def _holds_fakes(values: list[Any], levels: int) -> bool:
-    if any(isinstance(value, FakeTensor) for value in values):
+    if any(isinstance(value, FakeTensor | torch.SymInt) for value in values):
         return True
     inside = [
         value for value in values if type(value) in (dict, list, tuple) or type(value).__name__ == "_lru_list_elem"

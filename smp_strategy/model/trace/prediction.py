@@ -32,7 +32,8 @@ __all__ = [
     "versions_of",
 ]
 
-IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
+_NUMBERS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
+IMMUTABLE = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 
 
 class ValueNeededError(Exception):

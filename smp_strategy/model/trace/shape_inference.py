@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
+from smp_strategy.model.trace.call_sizes import shape_kind
 from smp_strategy.model.trace.context_containers import collector_key
 from smp_strategy.model.trace.dispatch import Meter, SharedTableError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
-from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, stand_in, tensors_of, tracked
+from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, specs_inside, stand_in, tensors_of, tracked
 from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.memoized import MemoizedFunctions, hide_fakes
 from smp_strategy.model.trace.opened_objects import without_validation
@@ -34,7 +35,9 @@ from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, U
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.size_formulas import SizeFormulas
 from smp_strategy.model.trace.snapshot import Snapshot
+from smp_strategy.model.trace.symbolic_sizes import SymbolicSizes
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
 from smp_strategy.model.trace.undo_variables import variables_of, variables_restored
 
@@ -48,6 +51,18 @@ ASSUMPTIONS = (1, 3, 0)
 _IS_TRAINING = attrgetter("training")
 _NEEDS_GRADIENT = attrgetter("requires_grad")
 _PLAIN_KINDS = frozenset(IMMUTABLE)
+
+
+class _Symbols(NamedTuple):
+    """A dry run with symbolic sizes."""
+
+    sizes: SymbolicSizes
+    others: Iterator[TensorSpec]
+    """Metadata of the tensors in objects among the arguments."""
+
+    def inside(self, _: TensorSpec) -> Tensor:
+        """Fake tensor for the next tensor in an object."""
+        return imitate(next(self.others))
 
 
 @final
@@ -69,6 +84,7 @@ class ShapeInference:
         self._kind = device.type
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[object, Prediction | Unpredictable] = {}
+        self._formulas = SizeFormulas()
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
     def recall(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction | Unpredictable | None:
@@ -93,10 +109,31 @@ class ShapeInference:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
             specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            prediction = self._known[key] = self._find(callee, specs, structure, survey)
+            with _quiet():
+                if survey is None:
+                    prediction = self._by_formula(callee, specs, structure, key)
+                else:
+                    prediction = self._attempt(callee, specs, structure, survey)
+            self._known[key] = prediction
         return prediction
 
-    def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> object:
+    def _by_formula(
+        self, callee: Callee, specs: list[Any], structure: Any, key: tuple[object, ...]
+    ) -> Prediction | Unpredictable:
+        """Predict a call from calls with other sizes, if there were any."""
+        others, num_leaves = len(key) - len(specs), len(specs)
+        inside = [spec for leaf in specs for spec in specs_inside(leaf)]
+        kind = (*key[:others], *map(shape_kind, [*specs, *inside], [*key[others:], *inside]))
+
+        def run_symbolic(sizes: SymbolicSizes, leaves: list[Any]) -> Prediction:
+            given, inside = leaves[:num_leaves], iter(leaves[num_leaves:])
+            return self._dry_run(callee, given, structure, None, symbols=_Symbols(sizes, inside))
+
+        return self._formulas.predict(
+            kind, [*specs, *inside], lambda: self._attempt(callee, specs, structure, None), run_symbolic
+        )
+
+    def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> tuple[object, ...]:
         switches = () if callee.module is None else self._switches(callee.key, callee.module)
         # Modes of the thread that change the results of operations.
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
@@ -116,12 +153,6 @@ class ShapeInference:
     def _there(self, spec: TensorSpec) -> TensorSpec:
         """``spec`` on the device of the step, if it is a meta tensor: kernels are chosen by device."""
         return dataclasses.replace(spec, device=self.device) if spec.device.type == "meta" else spec
-
-    def _find(
-        self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
-    ) -> Prediction | Unpredictable:
-        with _quiet():
-            return self._attempt(callee, specs, structure, survey)
 
     def _attempt(
         self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
@@ -171,6 +202,7 @@ class ShapeInference:
         assumed: int | None = None,
         *,
         lends: bool = False,
+        symbols: _Symbols | None = None,
     ) -> Prediction:
         tensors = tensors_of(callee.module)
         modules = () if callee.module is None else tuple(callee.module.modules())
@@ -185,34 +217,32 @@ class ShapeInference:
             nullcontext() if survey is not None else variables_restored(modules),
             frozen_rng() as python_drew,
             Snapshot(modules=modules, tensors_of=modules),
-            self._mode,
+            self._mode if symbols is None else symbols.sizes.running(),
         ):
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
-            fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
+            inside = imitate if symbols is None else symbols.inside
+            fakes = [leaf if lends and is_object(leaf) else stand_in(leaf, inside=inside) for leaf in leaves]
             dtypes = callee.dtype_of_weights()
             with torch._C.DisableTorchFunctionSubclass():  # looking at the sizes of weights is no use of them
                 specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}
-            tally = KernelTally(stand_ins.values(), notes_products=True)
+            # Costs are numbers, which would fix symbolic sizes.
+            tally = KernelTally(stand_ins.values(), notes_products=True) if symbols is None else None
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
             args, kwargs = unflatten_call(fakes, structure)
-            with watching_kept(stand_ins.values(), fakes, tally) as watched, meter, noting:
+            watching = nullcontext() if tally is None else watching_kept(stand_ins.values(), fakes, tally)
+            with watching as watched, meter, noting:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
             self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
-        kept = watched(flatten_result(result)[0])
-        return describe(
-            result,
-            fakes,
-            versions,
-            # A unit that draws random numbers may return its input this time and something new the next.
-            returns_inputs=not draws or callee.module is None,
-            random=draws,
-            effort=tally.efforts,
-            saved_bytes=kept.saved_bytes,
-            kept=kept,
-        )
+        # A unit that draws random numbers may return its input this time and something new the next.
+        returns_inputs = not draws or callee.module is None
+        costs = {}
+        if tally is not None and watched is not None:
+            kept = watched(flatten_result(result)[0])
+            costs = {"effort": tally.efforts, "saved_bytes": kept.saved_bytes, "kept": kept}
+        return describe(result, fakes, versions, returns_inputs=returns_inputs, random=draws, **costs)
 
 
 def _rewritten(
@@ -245,13 +275,16 @@ def _in_full(spec: TensorSpec) -> TensorSpec:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's error log for calls that do not run on fake tensors: here that is a normal result."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    """Suppress torch's logs: calls that do not run on fake tensors are a normal result, and so are symbols."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.__trace")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled
 
 
 def _key(leaf: Any) -> object:

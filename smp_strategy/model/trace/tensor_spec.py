@@ -31,7 +31,10 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", math.prod(self.size) * self.dtype.itemsize)
-        found = hash((self.size, self.stride, self.dtype, self.device, self.requires_grad))
+        try:
+            found = hash((self.size, self.stride, self.dtype, self.device, self.requires_grad))
+        except TypeError:  # symbolic sizes have no hash; such metadata is no part of a key
+            found = 0
         object.__setattr__(self, "_hash", found)
 
     def __hash__(self) -> int:
