@@ -53,6 +53,10 @@ SCRIPTS = {
         ["--quick"],
         {"worst_time_vs_dtensor", "memory_vs_dtensor", "bytes_over_minimum", "tokens_bytes_over_minimum"},
     ),
+    "varying_lengths.py": (
+        ["--quick"],
+        {"new_over_known", "evaluation_new_over_known", "varying_over_fixed", "varying_over_plain"},
+    ),
 }
 
 

@@ -6,6 +6,7 @@ In reading order:
   objects with tensors inside, harmless operations.
 * ``prediction.py``: data types for a callee and its predicted result.
 * ``shape_inference.py``: shape propagation through fake tensors, with a cache of predictions.
+* ``size_formulas.py``, ``symbolic_sizes.py``, ``call_sizes.py``: predictions for new sizes from one symbolic dry run.
 * ``fake_call.py``, ``dispatch.py``: fake arguments for one call; dispatch mode that answers value-dependent operations.
 * ``work.py``, ``flops.py``, ``saved_tensors.py``: cost types, FLOP and byte counter, tensors saved for backward.
 * ``device_model.py``, ``measured_costs.py``: roofline model of a device, measured times where there are some.

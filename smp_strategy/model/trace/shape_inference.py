@@ -2,7 +2,8 @@
 
 A stage that does not run a call still needs its result: shapes, strides, dtypes, outputs that require a gradient,
 inputs changed in place. The call runs once on fake tensors (no memory, no arithmetic), and the prediction is cached for
-every later call with the same metadata. In steady state a call of a remote unit costs one dictionary look-up.
+every later call with the same metadata. In steady state a call of a remote unit costs one dictionary look-up. Calls
+that differ in sizes only are predicted by a formula (:mod:`smp_strategy.model.trace.size_formulas`).
 
 The same dry run counts the costs of the call (:mod:`smp_strategy.model.trace.flops`, and bytes saved for backward) and
 finds out whether it draws random numbers. If the code reads a value, see [Note: assumed values] in

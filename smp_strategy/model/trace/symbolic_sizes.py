@@ -50,16 +50,22 @@ class SymbolicSizes:
             yield
 
     def between(self, before: Any, now: Any) -> Any:
-        """The argument ``now`` with a symbol for each number in which the argument ``before`` differs.
-
-        Raises:
-            NoFormulaError: a stride is no product of sizes.
-        """
+        """The argument ``now`` with a symbol for each number in which the argument ``before`` differs."""
         if not isinstance(now, TensorSpec):
             pairs = zip(numbers_of(before), numbers_of(now), strict=True)
             return with_numbers(now, iter([self._number(*pair) for pair in pairs]))
         sizes = [self._number(*pair) for pair in zip(before.size, now.size, strict=True)]
-        return with_numbers(now, iter([*sizes, *_strides(before, now, sizes)]))
+        return with_numbers(now, iter([*sizes, *self._strides(before, now, sizes)]))
+
+    def _strides(self, before: TensorSpec, now: TensorSpec, sizes: Sequence[Any]) -> list[Any]:
+        """Strides for symbolic sizes: products of the sizes of the dims inside, where they are that in both calls."""
+        found: list[Any] = list(now.stride)
+        inside: tuple[Any, Any, Any] = (1, 1, 1)
+        for dim in sorted(range(len(sizes)), key=lambda dim: (now.stride[dim], now.size[dim])):
+            pair = (before.stride[dim], now.stride[dim])
+            found[dim] = inside[2] if pair == inside[:2] else self._number(*pair)
+            inside = (pair[0] * before.size[dim], pair[1] * now.size[dim], found[dim] * sizes[dim])
+        return found
 
     def _number(self, before: int, now: int) -> int | torch.SymInt:
         """A number of a call; those that are the same in one call and the same in the other have one symbol."""
@@ -94,20 +100,6 @@ class SymbolicSizes:
         source = f"lambda numbers, {', '.join(names)}: {_tuple(results)} if {' and '.join(conditions)} else None"
         function = eval(source, dict(SYMPY_INTERP))
         return lambda numbers: function(numbers, *[numbers[position] for position in positions])
-
-
-def _strides(before: TensorSpec, now: TensorSpec, sizes: Sequence[Any]) -> list[Any]:
-    """Strides for symbolic ``sizes``: constant, or the product of the sizes of the dims inside."""
-    found: list[Any] = list(now.stride)
-    inside: tuple[Any, Any, Any] = (1, 1, 1)
-    for dim in sorted(range(len(sizes)), key=lambda dim: (now.stride[dim], now.size[dim])):
-        pair = (before.stride[dim], now.stride[dim])
-        if pair == inside[:2]:
-            found[dim] = inside[2]
-        elif pair[0] != pair[1]:
-            raise NoFormulaError(f"strides {before.stride} and {now.stride}")
-        inside = (pair[0] * before.size[dim], pair[1] * now.size[dim], found[dim] * sizes[dim])
-    return found
 
 
 def _is_fixed(symbol: torch.SymInt) -> bool:

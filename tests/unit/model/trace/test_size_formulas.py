@@ -221,6 +221,11 @@ OPERATIONS: dict[str, Any] = {
     "slice": lambda x, n: (Tensor.__getitem__, x, (slice(None), slice(None, n - 9))),
     "narrow": lambda x, n: (torch.narrow, x, 1, 9, n - 9),
     "transposed": lambda x, n: (torch.matmul, x, x.detach().transpose(1, 2)),
+    "last of each": lambda x, n: (
+        torch.isin,
+        torch.zeros(4, n, dtype=torch.long)[:, -1],
+        torch.zeros(2, dtype=torch.long),
+    ),
     "expanded": lambda x, n: (torch.add, x, torch.zeros(1, 1, 1).expand(4, n, 16)),
     "part of another": lambda x, n: (torch.mul, x, torch.zeros(4, 2 * n, 16)[:, ::2]),
     "size": lambda x, n: (Tensor.size, x, 1),
