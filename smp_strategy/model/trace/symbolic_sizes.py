@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.printers import PythonPrinter
 
 from smp_strategy.model.trace.call_sizes import numbers_of, with_numbers
@@ -46,7 +47,7 @@ class SymbolicSizes:
     def running(self) -> Iterator[None]:
         """Context of the dry run."""
         # Operations that PyTorch composes of others in C++ mostly fix sizes; their forms in Python do not.
-        with self._mode, enable_python_dispatcher():
+        with self._mode, _Observer(self._refuse_fixed), enable_python_dispatcher():
             yield
 
     def between(self, before: Any, now: Any) -> Any:
@@ -79,6 +80,11 @@ class SymbolicSizes:
             self._numbers[before, now] = number
         return self._numbers[before, now]
 
+    def _refuse_fixed(self) -> None:
+        """Refuse code that takes a symbol for a constant (a loop over ``range(n)``, say)."""
+        if any(number.node.expr.is_number for number in self._numbers.values()):
+            raise NoFormulaError("the code makes a constant of a size")
+
     def solve(self, given: Sequence[Any], results: Iterable[Any]) -> Callable[[tuple[int, ...]], Any]:
         """A function that maps the numbers of a call to those of its results, or to ``None`` if a guard fails.
 
@@ -87,11 +93,12 @@ class SymbolicSizes:
             results: Numbers of the results.
 
         Raises:
-            NoFormulaError: each symbol stands for one value only.
+            NoFormulaError: nothing differs, or the code takes a symbol for a constant.
         """
+        self._refuse_fixed()
         symbols = list(self._numbers.values())
-        if all(_is_fixed(symbol) for symbol in symbols):
-            raise NoFormulaError("the code fixes all sizes")
+        if not symbols:
+            raise NoFormulaError("nothing differs but sizes of one or zero")
         positions = [next(i for i, number in enumerate(given) if number is symbol) for symbol in symbols]
         names = [str(symbol.node._expr) for symbol in symbols]
         conditions = [f"{name} >= {_LEAST}" for name in names]
@@ -102,9 +109,16 @@ class SymbolicSizes:
         return lambda numbers: function(numbers, *[numbers[position] for position in positions])
 
 
-def _is_fixed(symbol: torch.SymInt) -> bool:
-    """Whether code has taken the symbol for a constant (a loop over ``range(n)``, say)."""
-    return bool(symbol.node.expr.is_number)
+class _Observer(TorchDispatchMode):
+    """Calls ``look`` at each operation: a long loop should not run to its end."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look()
+        return func(*args, **(kwargs or {}))
 
 
 def _tuple(numbers: Iterable[Any]) -> str:
