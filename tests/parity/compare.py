@@ -59,6 +59,7 @@ class Case:
     draws: bool = False
     """It draws random numbers: what counts is one stage under the engine, not a plain process."""
     options: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
 
 
 class Block(nn.Module):
@@ -124,7 +125,7 @@ def one_process(case: Case, microbatches: int) -> Outcome:
     """Train in this process, microbatch by microbatch."""
     module, optimizer = _start(case)
     losses = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         optimizer.zero_grad()
         cut, sizes = split(_batch(module, step), microbatches)
         for part, size in zip(cut, sizes, strict=True):
@@ -143,7 +144,7 @@ def pipeline(case: Case, pp: int, counts: Iterable[int]) -> list[Outcome]:
         engine = Engine(SMPConfig(pipeline_parallel_degree=pp, microbatches=microbatches, **case.options))
         engine.attach(module, [optimizer])
         losses = []
-        for step in range(STEPS):
+        for step in range(case.steps):
             result = engine.train_step(module.loss, _batch(module, step), loss_of=lambda loss: loss)
             optimizer.zero_grad()
             result.commit(torch.ones(()), reduce=True)
