@@ -54,8 +54,8 @@ def script(size: Size, plugin: dict[str, Any] | None) -> dict[str, list[float]]:
     warnings.simplefilter("ignore")
     accelerator = Accelerator(cpu=True, parallelism_config=None if plugin is None else SMPPlugin(**plugin))
     torch.manual_seed(0)
-    config = GPT2Config(VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=0)
-    net = GPT2LMHeadModel(config)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=4, n_head=4, n_positions=256, **ends))
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 
     def train(length: int) -> None:

@@ -1,6 +1,8 @@
 """The scripts in benchmarks/ run and end with one line of JSON; what they measure is not asserted."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,24 @@ def test_a_benchmark_ends_with_its_figures(script, tmp_path):
     told = run_script(tmp_path, ROOT / "benchmarks" / script, *arguments)
     figures = json.loads(told.splitlines()[-1])
     assert names <= figures.keys()
+
+
+def test_all_parts_for_an_accelerator_run_though_one_fails(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase $1 in *activations*) exit 3;; esac\necho "$@"\necho \'{"figure": 1}\'\n')
+    python.chmod(0o755)
+    told = subprocess.run(
+        [ROOT / "benchmarks" / "gpu" / "all.sh", *TINY],
+        env={**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+    parts = [json.loads(line) for line in told[told.index("== all") + 1 :]]
+    summary = parts.pop()
+    assert [part["figures"] for part in parts] == [{"figure": 1}, {"figure": 1}, None, {"figure": 1}]
+    assert [part["status"] for part in parts] == [0, 0, 3, 0]
+    assert summary["parts"] == 4
+    assert summary["ended"] == 3
+    assert "--device cpu --tiny" in (tmp_path / "out" / "correctness.log").read_text()
