@@ -60,10 +60,11 @@ def _forward(
     is_causal: bool | None = None,
 ) -> Tensor:
     # Compiled code leaves padding alone, with a check of the mask.
-    if src_key_padding_mask is not None and mask is None and not torch.compiler.is_compiling():
-        if any(applies(self) for applies in _RULES) and _makes_nested(self, src):
-            return _padded(self, src, src_key_padding_mask)
-    return _original(self, src, mask, src_key_padding_mask, is_causal)
+    if src_key_padding_mask is None or mask is not None or torch.compiler.is_compiling():
+        return _original(self, src, mask, src_key_padding_mask, is_causal)
+    if not any(applies(self) for applies in _RULES) or not _makes_nested(self, src):
+        return _original(self, src, mask, src_key_padding_mask, is_causal)
+    return _padded(self, src, src_key_padding_mask)
 
 
 def _makes_nested(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
