@@ -217,6 +217,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         with_weights=local_model.with_weights,
         activations=_activations(parts, glue),
         reads_refused=local_model.reads_refused,
+        parameters_refused=local_model.parameters_refused,
         replicas=replicas_of(mesh),
         agree=partial(_agree, layout.group),
     )
