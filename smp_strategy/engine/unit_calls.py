@@ -50,6 +50,8 @@ class UnitCalls:
         switches: Plain values that steps change, as far as known.
         mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
+        written_weights: Parameters that code above the units writes to in steps, as far as known.
+        written_lately: Those that the last dry run has written to, by id.
         in_hook: Whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
@@ -60,6 +62,8 @@ class UnitCalls:
         self.mixed_precision = mixed_precision
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
+        self.written_weights: set[nn.Parameter] = set()
+        self.written_lately: Mapping[int, nn.Parameter] = {}
         self._parts: SubmoduleCalls | None = None
         self._stand_ins = Patches()
         self._units: dict[str, nn.Module] = {}
