@@ -47,13 +47,13 @@ class WrittenWeights(TorchFunctionMode):
     def __enter__(self) -> Self:
         for each in self._known:
             self._keep(each)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         for key, (memory, values) in self._before.items():
             parameter = self._parameters[key]
             if parameter.data_ptr() != memory.data_ptr():
