@@ -108,7 +108,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
     layout, config, calls = parts.layout, parts.config, parts.calls
 
     def run_step() -> None:
-        calls.intercept(layout.units)
+        calls.intercept(layout.units, layout.module)
         try:
             with parts.delayed.pretending():
                 run_for_real(first.step, first.microbatches[0], first.loss_of, parts.dry_run_input())
@@ -132,7 +132,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
         layout.split = SplitLayerSet(split, group)
         split.report.refuse_unsplit()
     finally:
-        calls.intercept(layout.units)
+        calls.intercept(layout.units, layout.module)
     parts.delayed.divide(layout.split)
     if before is not None:
         _refuse_other_cuts(layout.module, layout.split, before)
