@@ -45,7 +45,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
     """A forward on a rank without units, and the number of calls that it answers."""
     model, calls = gpt2(), UnitCalls()
     units = choose_units(model, 2)
-    calls.intercept(units)
+    calls.intercept(units, model)
     stage = Stage(
         number=1,
         stage_of={unit.name: 0 for unit in units},

@@ -124,7 +124,7 @@ class BackwardTracker:
         if torch.is_grad_enabled() and not self._keeps_weights:
             raise UnsupportedError(
                 "A backward with `create_graph=True` goes through a unit whose weights are spread over ranks and "
-                "gathered for each use. What it saves would read weights that are gone. Gather them once per step, or "
+                "gathered for each use. What it saves would read weights that are gone. Set `sdp_gather=step`, or "
                 "compute such gradients inside a unit."
             )
         backward = torch._C._current_graph_task_id()

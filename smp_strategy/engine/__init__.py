@@ -9,6 +9,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``parallelize.py``, ``layout.py``: the first step, in order: split layers, decide the partition, free the values of
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
+* ``written_weights.py``: parameters that steps write to, which dry runs put back.
 * ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
 * ``local_model.py``: this rank's parameters: passes, gradients, optimizer updates, saving, restoring.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.

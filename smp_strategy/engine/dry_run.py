@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.engine.written_weights import WrittenWeights
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.home_stages import home_of
 from smp_strategy.model.rng import seeded
@@ -245,14 +247,14 @@ def undone(step: Step, inputs: DryRunInput, *, computes: bool) -> Iterator[None]
     module = inputs.module
     with (
         seeded(0, inputs.device),
-        _untouched(module, inputs.units, computes),
+        _untouched(inputs, computes),
         variables_restored(module.modules(), step),
     ):
         yield
 
 
 @contextmanager
-def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
+def _untouched(inputs: DryRunInput, computes: bool) -> Iterator[None]:
     """Undo the step's changes to the module and to containers in context variables, and suppress its output.
 
     The changes are those of buffers, attributes, and lists and dicts in attributes.
@@ -260,6 +262,10 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
     """
+    module, units, calls = inputs.module, inputs.units, inputs.calls
+    written = WrittenWeights(
+        module.parameters(), calls.written_weights, lambda: calls.runtime is not None and calls.runtime.is_in_unit
+    )
     rescaled = {id(table): (table, table.detach().clone()) for table in rescaled_tables(units) if computes}
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
@@ -274,6 +280,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
         iterators_rewound(map(vars, module.modules())),
         Snapshot(modules=module.modules(), objects=held, tensors_of=inside, containers=collected),
         redirect_stdout(io.StringIO()),
+        written,
     ):
         try:
             yield
@@ -289,11 +296,15 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
                 for table, value in rescaled.values():
                     table.copy_(value)
     changed = {key for key, parameter in placed.items() if parameter._version != versions[key]} - rescaled.keys()
+    # Code above the units runs on every stage, which then has these weights. Trained ones may be in shards.
+    changed -= {key for key, parameter in written.kept.items() if not parameter.requires_grad}
+    calls.written_lately = written.kept
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:
         raise UnsupportedError(
             f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
-            "that own them, but each stage has the weights of its own units only. Move this into a module."
+            "that own them, but the optimizer trains them, and a rank may have a part of them only. Change them after "
+            f"the update: {door_words().in_hook}."
         )
 
 

@@ -192,7 +192,7 @@ class Engine:
             self._parts.seed = seed
             self._parts.delayed = DelayedModule(module, seed, self.device)
             self._parts.known_layout = Layout.undecided(self.config, module, self._units, mesh, self.device, given)
-        self._calls.intercept(self._units)
+        self._calls.intercept(self._units, module)
         attached.note(self)
 
     def serves(self, module: nn.Module) -> bool:

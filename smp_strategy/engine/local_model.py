@@ -170,6 +170,13 @@ class LocalModel:
             "units. Leave `sdp_gather` out, which gathers once per step, or do not read values."
         )
 
+    @property
+    def parameters_refused(self) -> str:
+        """Reason why steps must not ask for gradients of parameters; empty: they may."""
+        if self._parts is not None:
+            return "ranks of a tensor-parallel group have parts of parameters"
+        return "" if self._mesh.pp == 1 else "it is on some of the stages only"
+
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """``function`` with weights in place; see :data:`smp_strategy.pipeline.stage.WithWeights`."""
         if self.sharded is not None:

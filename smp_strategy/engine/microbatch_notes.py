@@ -5,7 +5,7 @@ whole batch if each sample counts for itself and the loss is a mean. What is vis
 sentence at the first training step, since nothing else would tell.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -13,7 +13,7 @@ from torch.nn.modules.loss import _Loss
 
 from smp_strategy.config.sizes import show_count
 
-__all__ = ["notes_on_microbatches"]
+__all__ = ["notes_on_buffers", "notes_on_microbatches"]
 
 
 def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:
@@ -44,6 +44,32 @@ def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: 
             "microbatches are averaged, weighted by samples, as under gradient accumulation: a loss like that is not "
             f"the sum over the batch, but about 1/{len(sizes)} of it. Use `reduction='mean'`, or set `microbatches=1`."
         )
+
+
+def notes_on_buffers(module: nn.Module, written: Collection[str], *, replicas: int, microbatches: int) -> Iterator[str]:
+    """Sentence on buffers that layers of ``module`` update while they train: codebooks, queues, running means.
+
+    Args:
+        module: The model.
+        written: Names of buffers that layers write to.
+        replicas: Number of replicas that share their buffers.
+        microbatches: Number of microbatches of a step.
+    """
+    modules = dict(module.named_modules())
+    names = [name for name in sorted(written) if not isinstance(modules.get(name.rpartition(".")[0]), _NormBase)]
+    if not names or (replicas < 2 and microbatches < 2):
+        return
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    seen = [f"a step updates them {microbatches} times, once per microbatch"] if microbatches > 1 else []
+    if replicas > 1:
+        seen.append(
+            f"each of the {replicas} replicas updates them by its own samples, and after the step all take over those "
+            "of the first, as under DistributedDataParallel"
+        )
+    yield (
+        f"Buffers like `{names[0]}`{more} are updated by layers in training: {'; '.join(seen)}. One process that sees "
+        "the whole batch updates them otherwise."
+    )
 
 
 def _sees_others(norm: _NormBase) -> bool:

@@ -122,7 +122,7 @@ def trace_program(
     microbatch = pytree.tree_map(_real, microbatch)
     precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
     with precision, _split(config, inputs, step, microbatch, loss_of):
-        calls.intercept(units)
+        calls.intercept(units, module)
         try:
             found = DryRun(None, ())
             if not config.skip_tracing:
@@ -182,7 +182,7 @@ def _run(
         with suppress(Exception), torch.device("meta"), Snapshot(modules=module.modules()):
             step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
             return
-    inputs.calls.intercept(inputs.units)
+    inputs.calls.intercept(inputs.units, inputs.module)
     try:
         with zero_values(without_values, inputs.device):
             run_for_real(step, microbatch, loss_of, inputs)

@@ -108,7 +108,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
     layout, config, calls = parts.layout, parts.config, parts.calls
 
     def run_step() -> None:
-        calls.intercept(layout.units)
+        calls.intercept(layout.units, layout.module)
         try:
             with parts.delayed.pretending():
                 run_for_real(first.step, first.microbatches[0], first.loss_of, parts.dry_run_input())
@@ -132,7 +132,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
         layout.split = SplitLayerSet(split, group)
         split.report.refuse_unsplit()
     finally:
-        calls.intercept(layout.units)
+        calls.intercept(layout.units, layout.module)
     parts.delayed.divide(layout.split)
     if before is not None:
         _refuse_other_cuts(layout.module, layout.split, before)
@@ -217,6 +217,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         with_weights=local_model.with_weights,
         activations=_activations(parts, glue),
         reads_refused=local_model.reads_refused,
+        parameters_refused=local_model.parameters_refused,
         replicas=replicas_of(mesh),
         agree=partial(_agree, layout.group),
     )

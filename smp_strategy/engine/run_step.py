@@ -14,7 +14,7 @@ from torch import Tensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.microbatch_notes import notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
 from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
@@ -90,6 +90,10 @@ def training_job(
         if parts.mesh.shape.world_size > 1:
             parts.report(render_batch(total, parts.mesh.shape))
         for note in notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums):
+            parts.report(note)
+        written, replicas = parts.layout.shape_inference.written_buffers, parts.mesh.dp
+        replicas = replicas if parts.config.broadcast_buffers else 1
+        for note in notes_on_buffers(parts.layout.module, written, replicas=replicas, microbatches=len(sizes)):
             parts.report(note)
     parts.num_steps += 1
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)

@@ -6,6 +6,7 @@ collectives that the user calls outside of steps are watched.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -50,6 +51,8 @@ class UnitCalls:
         switches: Plain values that steps change, as far as known.
         mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
+        written_weights: Parameters that code above the units writes to in steps, as far as known.
+        written_lately: Those that the last dry run has written to, by id.
         in_hook: Whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
@@ -60,8 +63,12 @@ class UnitCalls:
         self.mixed_precision = mixed_precision
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
+        self.written_weights: set[nn.Parameter] = set()
+        self.written_lately: Mapping[int, nn.Parameter] = {}
         self._parts: SubmoduleCalls | None = None
         self._stand_ins = Patches()
+        self._uncompiled = Patches()
+        self._has_warned = False
         self._units: dict[str, nn.Module] = {}
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -91,9 +98,26 @@ class UnitCalls:
         """Name of the unit that contains ``part``; ``None``: no unit does."""
         return next((name for name, unit in self._units.items() if _holds(unit, part)), None)
 
-    def intercept(self, units: Sequence[Unit]) -> None:
-        """Intercept calls of ``units``."""
+    def intercept(self, units: Sequence[Unit], root: nn.Module) -> None:
+        """Intercept calls of ``units`` of ``root``, and undo ``block.compile()`` of units and of modules above them.
+
+        Their compiled calls contain their hooks and the stand-in for their forward, which leads out of compiled code.
+        """
         self._watched_collectives = WatchedCollectives()
+        inside = {id(part) for unit in units for part in unit.module.modules() if part is not unit.module}
+        outer = {name: part for name, part in root.named_modules() if id(part) not in inside}
+        compiled = {name: part for name, part in outer.items() if part._compiled_call_impl is not None}
+        for part in compiled.values():
+            self._uncompiled.put(part, "_compiled_call_impl", None)
+        if compiled and not self._has_warned:
+            self._has_warned = True
+            name = next(iter(compiled)) or "the model"
+            more = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
+            warnings.warn(
+                f"`{name}`{more} was compiled in place (`module.compile()`) and runs uncompiled: its calls are routed "
+                "between stages. Set `compile=True`, which compiles the units, or use `torch.compile` for parts.",
+                stacklevel=2,
+            )
         for unit in units:
             self._intercept(unit)
 
@@ -104,6 +128,7 @@ class UnitCalls:
             self._parts.give_back()
             self._parts = None
         self._stand_ins.give_back()
+        self._uncompiled.give_back()
         for name, module in self._units.items():
             show_backward_hooks(module)
             show_weight_hooks(module, self._weight_hooks[name])

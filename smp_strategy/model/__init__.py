@@ -8,6 +8,7 @@ In reading order:
 * ``guarded_tensors.py``: tensors without values: metadata is answered, a use waits for values or is refused.
 * ``home_stages.py``: guard of the tensors of other stages.
 * ``patching.py``: temporary replacement of methods of single modules.
+* ``padded_encoder.py``: ``nn.TransformerEncoder`` with a padding mask, without nested tensors.
 * ``compiled_code.py``: functions that PyTorch's compiler leaves alone.
 * ``shard_layout.py``: the elements of a tensor that a rank holds: runs, rectangles, cuts.
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.

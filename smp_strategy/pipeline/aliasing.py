@@ -105,8 +105,9 @@ def place_plain(
         computes: whether this stage has values; false in a dry run.
     """
     spec = TensorSpec.of(tensor)
-    # An alias: the tensor itself is about to become something else.
-    real = graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
+    # Another object: the tensor itself is about to become something else. With a history it is no view, since views
+    # keep their base.
+    real = graph.real(tensor.detach() if tensor.grad_fn is None else tensor.clone())
     value, home = program_trace.given(spec, range(program_trace.num_stages))
     tensor.__class__ = PlacedTensor
     assert isinstance(tensor, PlacedTensor)

@@ -22,6 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.padded_encoder import padded_encoders
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, program_of
 
@@ -33,7 +34,7 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 @contextmanager
 def watched_entrances(current: CurrentProgram) -> Iterator[None]:
-    """Context in which autograd Functions and checkpoints with placed tensors are intercepted.
+    """Context in which autograd Functions, checkpoints and padded encoders in the glue are intercepted.
 
     Args:
         current: holder of the running program. Checkpoints are intercepted by it rather than by their arguments: these
@@ -54,7 +55,8 @@ def watched_entrances(current: CurrentProgram) -> Iterator[None]:
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
     setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
     try:
-        yield
+        with padded_encoders(lambda: glue() is not None):
+            yield
     finally:
         type.__setattr__(torch.autograd.Function, "apply", apply)
         setattr(torch_checkpoint, _CHECKPOINT, generator)

@@ -107,6 +107,7 @@ class MicrobatchInterpreter:
         self._with_weights = stage.with_weights
         self._activations = stage.activations
         self._reads_refused = stage.reads_refused
+        self.parameters_refused = stage.parameters_refused
         self._exposed = stage.exposed
         self._rehearsal = stage.rehearsal
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)

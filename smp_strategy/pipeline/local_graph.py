@@ -38,6 +38,7 @@ class LocalGraph:
         self.segments = [Segment(0)]
         self.glue = Segment(-1)
         self._stage = stage.number
+        self._cuts_glue = stage.num_stages > 1
         self._microbatch = microbatch
         self._transport = stage.transport
         self._pause = pause
@@ -80,7 +81,7 @@ class LocalGraph:
         """The real tensor for ``leaf`` in the running segment; other leaves are unchanged."""
         if isinstance(leaf, PlacedTensor):
             return self._local(leaf)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+        if self._cuts_glue and isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             return self._enter(self.glue.export(id(leaf), leaf))
         return leaf
 

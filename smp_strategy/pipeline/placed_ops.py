@@ -1,4 +1,4 @@
-"""Tables of operations on placed tensors (reads of values, refused ones with their remedies), and their names."""
+"""Tables of operations on placed tensors (reads of values, refused ones with their remedies, special ones); names."""
 
 import inspect
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp_strategy.pipeline.inner_gradients import gradients_in_step
 from smp_strategy.pipeline.segments import start_of_gradient
 
-__all__ = ["READS", "REFUSED", "begin_gradient", "calling_line", "operation_name"]
+__all__ = ["ANSWERED", "READS", "REFUSED", "calling_line", "operation_name"]
 
 READS: frozenset[Any] = frozenset(
     {
@@ -42,22 +43,29 @@ REFUSED: dict[Any, str] = {
     _setter("grad"): "Gradients of activations stay on the stage that computes them.",
     _setter("requires_grad"): "Create the tensor inside a module.",
     torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
-    torch.autograd.grad: "Move the computation that needs gradients into an nn.Module that belongs to a unit.",
 }
 
 
-def begin_gradient(tensor: Any, requires_grad: bool = True) -> Any:
+def _begin_gradient(program: Any, tensor: Any, requires_grad: bool = True) -> Any:
     """``requires_grad_``: start a graph at this tensor, whose history requires no gradient."""
     if requires_grad == tensor.spec.requires_grad:
         return tensor
     if not requires_grad:
         raise RuntimeError("`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`.")
-    begun = tensor.program.operation("requires_grad_", start_of_gradient, (tensor,), {})
+    begun = program.operation("requires_grad_", start_of_gradient, (tensor,), {})
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_()
     tensor.value, tensor.spec, tensor.born = begun.value, begun.spec, begun.born
     tensor.origin, tensor.current = begun.origin, begun.current
     return tensor
+
+
+ANSWERED: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: lambda program, *args, **kwargs: program.hook_gradient(*args, **kwargs),
+    Tensor.requires_grad_: _begin_gradient,
+    torch.autograd.grad: gradients_in_step,
+}
+"""Operations that are carried out in a way of their own, by a function of the program and the arguments."""
 
 
 def operation_name(func: Callable[..., Any]) -> str:

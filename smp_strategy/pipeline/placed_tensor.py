@@ -25,7 +25,7 @@ from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.placed_ops import READS, REFUSED, begin_gradient, calling_line, operation_name
+from smp_strategy.pipeline.placed_ops import ANSWERED, READS, REFUSED, calling_line, operation_name
 from smp_strategy.pipeline.routing import SegmentId
 
 __all__ = ["Interpreter", "PlacedTensor", "TensorMemory", "program_of"]
@@ -178,7 +178,7 @@ class PlacedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if len(types) > 1 and any(getattr(kind, "is_guarded", False) for kind in types):
+        if len(types) > 1 and func not in ANSWERED and any(getattr(kind, "is_guarded", False) for kind in types):
             return NotImplemented  # weights of other stages route these operations themselves
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -194,10 +194,8 @@ class PlacedTensor(Tensor):
                 f"`{operation_name(func)}`{calling_line()} meets a placed tensor inside of an object. Give it as an "
                 "argument: bare, or in a tuple, list, dict or dataclass."
             )
-        if func is Tensor.register_hook:
-            return program.hook_gradient(*args, **kwargs)
-        if func is Tensor.requires_grad_:
-            return begin_gradient(*args, **kwargs)
+        if func in ANSWERED:
+            return ANSWERED[func](program, *args, **kwargs)
         if func in READS:
             return program.read(operation_name(func), func, args, kwargs)
         return program.operation(operation_name(func), func, args, kwargs)

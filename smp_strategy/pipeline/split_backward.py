@@ -21,7 +21,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.segments import Import, edge_of, import_at
 from smp_strategy.pipeline.weight_gradients import can_come_later, formula_of
 
-__all__ = ["Deferred", "backward_of_imports"]
+__all__ = ["Deferred", "backward_of_imports", "explored"]
 
 Node = Any
 """A node of autograd's graph."""
@@ -140,7 +140,7 @@ class _Graph:
 
     def __init__(self, roots: Sequence[Node], imports: Collection[Import]) -> None:
         self._roots = roots
-        self._above = _explored(roots)
+        self._above = explored(roots)
         ends = [node for node in self._above if import_at(node) in imports]
         self.inside = set(ends)
         while ends:
@@ -200,7 +200,7 @@ class _Graph:
             waiting += [below for below, _ in node.next_functions if below is not None]
 
 
-def _explored(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+def explored(roots: Iterable[Node]) -> dict[Node, list[Node]]:
     """All nodes below ``roots``, each with those directly above it."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     waiting = list(above)

@@ -53,6 +53,8 @@ class Stage:
     """Activation policy of the units: recomputation and offload."""
     reads_refused: str = ""
     """Reason why Python code must not see values in steps; empty: it may."""
+    parameters_refused: str = ""
+    """Reason why steps must not ask for gradients of parameters; empty: they may."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that stand for all ranks in the user's code."""
     agree: Callable[[bool], bool] = bool

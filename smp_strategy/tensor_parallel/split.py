@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.model.padded_encoder import zero_padding_of
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.attention import SomeHeads
@@ -107,8 +108,11 @@ def split_layers(
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
         appearance = UnsplitViews(dict.fromkeys(modules.values()))
+        encoders = {each for each in modules.values() if getattr(each, "use_nested_tensor", False)}
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
+            if encoders and choice.blocks:
+                undo.append(zero_padding_of(encoders.__contains__))
             if stream_dim is not None:
                 streams = chains(module)
                 undo += [SequenceParallel(layers, group, dim=stream_dim).remove for layers in streams.values()]

@@ -44,3 +44,33 @@ def test_parts_that_the_user_has_compiled_train_as_in_one_process(tmp_path, is_i
     for layout, smp in LAYOUTS.items():
         for found in on_ranks(train, 2, tmp_path, smp, is_inside, backend):
             torch.testing.assert_close(found, expected, msg=lambda text, layout=layout: f"{layout}: {text}")
+
+
+def train_in_place(folder, smp):
+    module = toy_module()
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(3)]
+    if smp is not None:  # whatever compiles a module in place: its units, a part of one, or all of it
+        module.compile(backend="eager")
+        blocks[0].compile(backend="eager")
+        blocks[1].linear.compile(backend="eager")
+    module.net = nn.Sequential(*blocks, nn.Linear(8, 4))
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
+    found = []
+    if smp is None:
+        trainer.fit(module, shared_loader(trainer, smp))
+    else:
+        with pytest.warns(UserWarning, match="compiled in place") as found:
+            trainer.fit(module, shared_loader(trainer, smp))
+        assert blocks[0]._compiled_call_impl is not None
+    told = [each for each in found if "compiled in place" in str(each.message)]
+    return {name: value.clone() for name, value in module.state_dict().items()}, len(told)
+
+
+def test_modules_that_are_compiled_in_place_run_uncompiled_with_a_warning(tmp_path):
+    with quiet():
+        ((expected, _),) = on_ranks(train_in_place, 1, tmp_path, None)
+    for layout in ("pp2", "sdp2"):
+        for found, times in on_ranks(train_in_place, 2, tmp_path, LAYOUTS[layout]):
+            torch.testing.assert_close(found, expected, msg=lambda text, layout=layout: f"{layout}: {text}")
+            assert times == 1

@@ -116,7 +116,7 @@ def one_cache(net: Any, x: Tensor) -> Tensor:
 
 
 def gradient_penalty(net: Any, h: Tensor) -> None:
-    torch.autograd.grad(net.blocks[3](h).sum(), h, create_graph=True)
+    torch.autograd.grad(net.blocks[3](net.blocks[1](h)).sum(), h, create_graph=True)
 
 
 def functional_gradient(net: Any, h: Tensor) -> None:
@@ -129,7 +129,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "storage": (with_middle(lambda net, h: h.untyped_storage()), "memory on one stage only"),
     "turned in place": (with_middle(lambda net, h: h.detach().t_()), "changed the shape of a placed tensor"),
     "requires_grad_(False)": (with_middle(lambda net, h: h.requires_grad_(False)), "use `detach`"),
-    "gradient penalty in the glue": (with_middle(gradient_penalty), "`grad` of a placed tensor.*nn.Module"),
+    "gradient penalty in the glue": (
+        with_middle(gradient_penalty),
+        "parts of the graph.*several pipeline stages.*a unit",
+    ),
     "torch.func.grad": (with_middle(functional_gradient), "under a transform of torch.func"),
     "vmap": (with_middle(lambda net, h: torch.vmap(lambda row: row.abs())(h)), "cannot be routed.*torch.vmap"),
     "attribute that another unit reads": (chained(in_order), r"unit `blocks\.0` put into its attribute `mean`"),

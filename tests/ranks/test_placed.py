@@ -111,7 +111,7 @@ def body_of(use: Any) -> Any:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "backward": (lambda net, h, x: h.sum().backward(), "`backward` of a placed tensor.*Return the loss"),
-    "grad": (lambda net, h, x: torch.autograd.grad(h.sum(), net.offset), "`grad` of a placed tensor"),
+    "grad": (lambda net, h, x: torch.autograd.grad(h.sum(), net.offset), "the gradient of a parameter of shape"),
     "data": (lambda net, h, x: setattr(h, "data", x), "`data` of a placed tensor"),
     "plain in place": (lambda net, h, x: x.add_(h), "`add_` changes a tensor in place that exists on every stage"),
     "plain item": (lambda net, h, x: x.__setitem__((slice(None), 0), h[:, 0]), "in place that exists on every stage"),

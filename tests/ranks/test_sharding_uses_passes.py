@@ -162,7 +162,7 @@ def penalties(model: Model) -> Iterator[Tensor]:
 def test_gradients_of_gradients_need_weights_that_stay():
     for outcome in run_ranks(gradients_of, 2, Model, penalize, Setting(2, 2, gathers_once=True)):
         assert_equal(outcome.gradients, plain_gradients(Model, penalties))
-    with pytest.raises(RuntimeError, match="create_graph=True.*Gather them once per step"):
+    with pytest.raises(RuntimeError, match="create_graph=True.*sdp_gather=step"):
         run_ranks(gradients_of, 2, Model, penalize, Setting(2, 2))
 
 

@@ -75,12 +75,14 @@ class ShapeInference:
 
     Attributes:
         rewritten: Names of parameters that their own units have written to in dry runs.
+        written_buffers: Names of buffers that their own units have written to in dry runs.
         memoized: Functions whose caches dry runs leave without fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rewritten = set[str]()
+        self.written_buffers = set[str]()
         self.memoized = MemoizedFunctions()
         self._kind = device.type
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -237,6 +239,8 @@ class ShapeInference:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
             self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
+            buffers = () if callee.module is None else dict(callee.module.named_buffers())
+            self.written_buffers |= {f"{callee.key}.{name}" for name in buffers if homes.get(name) in meter.written}
         # A unit that draws random numbers may return its input this time and something new the next.
         returns_inputs = not draws or callee.module is None
         costs = {}

@@ -1,9 +1,13 @@
 """Notes on layers and losses whose numbers depend on how a batch is cut."""
 
 import pytest
+import torch
 from torch import nn
 
-from smp_strategy.engine.microbatch_notes import notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.trace.pytree import flatten_call
+from smp_strategy.model.trace.shape_inference import ShapeInference
 
 
 def notes(module, sizes=(2, 2, 1), *, averages=True):
@@ -47,3 +51,42 @@ def test_a_loss_that_is_a_sum_is_told_unless_losses_are_added_up():
     )
     assert "about 1/2 of it. Use `reduction='mean'`, or set `microbatches=1`." in note
     assert notes(module, (4, 4), averages=False) == []
+
+
+def test_buffers_that_layers_update_are_told_with_the_rule():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    written = {"0.code", "2.code", "1.running_mean"}
+    (note,) = notes_on_buffers(model, written, replicas=2, microbatches=4)
+    assert note == (
+        "Buffers like `0.code` and 1 more are updated by layers in training: a step updates them 4 times, once per "
+        "microbatch; each of the 2 replicas updates them by its own samples, and after the step all take over those of "
+        "the first, as under DistributedDataParallel. One process that sees the whole batch updates them otherwise."
+    )
+    (note,) = notes_on_buffers(model, {"0.code"}, replicas=1, microbatches=2)
+    assert "replicas" not in note
+    assert not list(notes_on_buffers(model, written, replicas=1, microbatches=1))
+    assert not list(notes_on_buffers(model, {"1.running_mean"}, replicas=2, microbatches=2))
+
+
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("code", torch.zeros(2))
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.code.mul_(0.9).add_(x.mean(0))
+        return x + self.code + self.table
+
+
+def test_dry_runs_find_the_buffers_that_layers_update():
+    found = ShapeInference(torch.device("cpu"))
+    unit = Codebook()
+    leaves, structure = flatten_call((torch.ones(3, 2),), {})
+    found.predict(Callee("unit", unit.forward, unit.eval()), leaves, structure)
+    assert not found.written_buffers
+    found.predict(Callee("unit", unit.forward, unit.train()), leaves, structure)
+    assert found.written_buffers == {"unit.code"}
+    assert not unit.code.any()

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def survey(model: nn.Module, step: Callable[[Any], Any], microbatch: Any, num_stages: int = 4) -> DryRun:
     """The dry run of ``step``; calls of units reach them directly again afterwards."""
     units, calls = choose_units(model, num_stages), UnitCalls()
-    calls.intercept(units)
+    calls.intercept(units, model)
     inputs = DryRunInput(module=model, units=units, calls=calls, shape_inference=ShapeInference(CPU), device=CPU)
     try:
         return dry_run(step, microbatch, lambda loss: loss, inputs)
