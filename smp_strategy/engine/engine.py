@@ -43,6 +43,7 @@ from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize
+from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
@@ -346,6 +347,10 @@ class Engine:
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
         return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
+
+    def state_before(self, step: Step) -> StateBefore:
+        """State of the module now, for running ``step`` again later; exists once :meth:`look` has run."""
+        return StateBefore(self._parts, step)
 
     def _in_precision(self, step: Step) -> Step:
         return step if self._calls.mixed_precision is None else self._calls.mixed_precision.around_step(step)

@@ -25,8 +25,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.loss_use import LossUses, UndecidedCall
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import ModelMethods
 from smp_strategy.integrations.accelerate.model_outputs import (
@@ -128,6 +130,8 @@ class _ResultKind(NamedTuple):
     """Whether there is a loss with gradients."""
     is_differentiable: bool
     """Whether any result has gradients."""
+    has_others: bool
+    """Whether there are results with gradients beside the loss."""
 
 
 @final
@@ -168,6 +172,7 @@ class ModelCalls:
         # Kinds of calls, with a number each, and the properties of their results.
         self._kinds: dict[Any, int] = {}
         self._result_kinds: dict[Any, _ResultKind] = {}
+        self._uses = LossUses()
 
     # On the instance
 
@@ -201,8 +206,9 @@ class ModelCalls:
         way = self._way_of(call)
         inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
         kind = self._find_kind(inputs, way)
-        if kind.has_loss and self.model.training and self._options.loss_in_model is not False:
-            return self._train(inputs)
+        is_inside = self._options.loss_in_model is not False and not self._uses.is_outside(way)
+        if kind.has_loss and self.model.training and is_inside:
+            return self._train(inputs, way, kind)
         return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
@@ -223,33 +229,63 @@ class ModelCalls:
             result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
         return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
-    def _train(self, inputs: ModelInputs) -> Any:
-        call = inputs.call
+    def _train(self, inputs: ModelInputs, way: Any, kind: _ResultKind) -> Any:
+        call, options = inputs.call, self._options
         prediction, parameters = self._prediction, self._engine.local_model.parameters
-        factor = prediction.factor()
+        factor, sums = prediction.factor(), options.loss_reduction == "sum"
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
+            step = self._step(around, call, inputs, only_loss=options.training_outputs == "loss")
+            before = self._engine.state_before(step) if self._is_undecided(way, kind) else None
             result = self._engine.train_step(
-                self._step(around, call, inputs, only_loss=self._options.training_outputs == "loss"),
+                step,
                 call,
                 loss_of=_loss_of,
                 factor=factor,
                 continues=prediction.continues(parameters),
                 reduces=prediction.reduces(),
-                sums=self._options.loss_reduction == "sum",
+                sums=sums,
             )
         if result.loss is None:
-            raise UnsupportedError(
-                f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
-            )
+            if before is None:
+                raise UnsupportedError(
+                    f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
+                )
+            self._uses.learn(way, is_outside=True)
+            before.restore()
+            return self._forward(inputs)
 
         def commit(grad_output: Tensor) -> None:
             prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
-        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
+        if before is not None and any(len(packed.places) > 1 for packed in result.outputs):
+
+            def forward() -> ForwardStep:
+                with self._inside():
+                    return self._engine.forward_step(step, call)
+
+            merged = UndecidedCall(
+                result,
+                [1.0 if sums else size / sum(result.sizes) for size in result.sizes],
+                commit=commit,
+                factor=factor,
+                inputs=inputs,
+                forward=forward,
+                before=before,
+                combine=None if self._own_samples is None else self._own_samples.averaged,
+                learn=lambda is_outside: self._uses.learn(way, is_outside=is_outside),
+            ).result()
+        else:
+            ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
+            merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
+
+    def _is_undecided(self, way: Any, kind: _ResultKind) -> bool:
+        """Whether it is unknown if the script trains on other results than the loss."""
+        options = self._options
+        is_open = options.loss_in_model == "auto" and options.training_outputs == "all"
+        return is_open and kind.has_others and not self._uses.is_known(way)
 
     def _forward(self, inputs: ModelInputs) -> Any:
         call = inputs.call
@@ -301,7 +337,8 @@ class ModelCalls:
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
                 loss = loss_in(packed.result)
-                found.append(_ResultKind(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                has_loss = loss is not None and loss.requires_grad
+                found.append(_ResultKind(has_loss, is_differentiable(packed), len(packed.places) > has_loss))
                 return packed
 
             return looked_at
@@ -314,7 +351,7 @@ class ModelCalls:
             # The model reads values, which a dry run does not have.
             trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
             trains = trains and self._has_gradients
-            return _ResultKind(has_loss=trains, is_differentiable=trains)
+            return _ResultKind(has_loss=trains, is_differentiable=trains, has_others=trains)
         self._result_kinds[way] = found[-1]
         return found[-1]
 
