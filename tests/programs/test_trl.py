@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from program_checks import LAYOUTS, PP2, alone, assert_alike, on_ranks
 from texts import language_model, reward_model, sentences, tokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 COUNT = 32
 
@@ -19,13 +19,14 @@ def settings(kind, folder, smp, **options):
         **{"use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 3, "save_strategy": "no", "bf16": False},
         **{"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_train_epochs": 1},
         **{"logging_strategy": "steps", "logging_steps": 1, "dataloader_pin_memory": False, "optim": "sgd"},
-        **{"learning_rate": 0.1, "lr_scheduler_type": "constant", "gradient_checkpointing": False},
+        **{"learning_rate": 0.1, "lr_scheduler_type": "constant"},
     }
     return kind(output_dir=str(folder), **{**defaults, **options})
 
 
 def outcome(trainer):
     trainer.train()
+    trainer.evaluate()
     if hasattr(trainer.accelerator, "smp"):
         weights = trainer.accelerator.get_state_dict(trainer.model)
     else:
@@ -44,15 +45,16 @@ def sft(folder, smp=None, **options):
             model=language_model(),
             args=settings(SFTConfig, folder, smp, **options),
             train_dataset=Dataset.from_dict({"text": sentences(COUNT)}),
+            eval_dataset=Dataset.from_dict({"text": sentences(9, 5)}),
             processing_class=tokenizer(),
         )
     )
 
 
-def pairs():
-    found = sentences(2 * COUNT)
+def pairs(count):
+    found = sentences(2 * count)
     return Dataset.from_dict(
-        {"prompt": sentences(COUNT, 4), "chosen": found[:COUNT], "rejected": list(reversed(found[COUNT:]))}
+        {"prompt": sentences(count, 4), "chosen": found[:count], "rejected": list(reversed(found[count:]))}
     )
 
 
@@ -61,7 +63,8 @@ def dpo(folder, smp=None, **options):
         DPOTrainer(
             model=str(folder / "start"),
             args=settings(DPOConfig, folder, smp, **options),
-            train_dataset=pairs(),
+            train_dataset=pairs(COUNT),
+            eval_dataset=pairs(9),
             processing_class=tokenizer(),
         )
     )
@@ -72,20 +75,42 @@ def reward(folder, smp=None, **options):
         RewardTrainer(
             model=reward_model(),
             args=settings(RewardConfig, folder, smp, **options),
-            train_dataset=pairs(),
+            train_dataset=pairs(COUNT),
+            eval_dataset=pairs(9),
+            processing_class=tokenizer(),
+        )
+    )
+
+
+def short_answers(completions, **_):
+    return [-float(len(each.split())) for each in completions]
+
+
+def grpo(folder, smp=None, **options):
+    model = language_model()
+    return outcome(
+        GRPOTrainer(
+            model=model,
+            reward_funcs=short_answers,
+            args=settings(GRPOConfig, folder, smp, max_completion_length=6, num_generations=4, **options),
+            train_dataset=Dataset.from_dict({"prompt": sentences(8, 4)}),
+            eval_dataset=Dataset.from_dict({"prompt": sentences(4, 3)}),
             processing_class=tokenizer(),
         )
     )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("program", [sft, dpo, reward], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("program", [sft, dpo, reward, grpo], ids=lambda each: each.__name__)
 def test_it_trains_as_in_one_process(program, layout, tmp_path):
     language_model().save_pretrained(tmp_path / "start")
     readers = 2 if layout == "sdp2" else 1
     expected = alone(program, tmp_path)
     found = on_ranks(program, 2, tmp_path, LAYOUTS[layout], per_device_train_batch_size=8 // readers)
     for logs, weights in found:
+        if layout == "tp2":  # rewards are zero up to rounding in the first step, and accuracies compare them
+            for entry in (*logs, *expected[0]):
+                entry.pop("rewards/accuracies", None)
         assert_alike(logs, expected[0])
         if weights:
             assert_alike(weights, expected[1])
