@@ -48,6 +48,7 @@ from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
@@ -377,6 +378,19 @@ class Engine:
     def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Let ``watch(unit, call)`` answer calls of units outside of steps, also before the first step."""
         self._calls.outside = watch
+
+    @contextmanager
+    def noting_calls(self, note: Callable[[Callee, Any, Any], None]) -> Iterator[None]:
+        """Context inside of a step in which ``note`` is told each call of a unit, except in the dry run."""
+        runtime = self._calls.runtime
+        if runtime is None or runtime.called is not None:
+            yield
+            return
+        runtime.called = note
+        try:
+            yield
+        finally:
+            runtime.called = None
 
     # Gradients
 
