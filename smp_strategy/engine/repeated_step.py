@@ -42,9 +42,7 @@ class StateBefore:
             modules=modules, objects=[held for part in modules for held in vars(part).values()], tensors_of=modules
         )
         variables = variables_of(modules, step)
-        self._variables = Snapshot(
-            objects=variables.values(), containers=[*variables.holders(), *variables.written()]
-        )
+        self._variables = Snapshot(objects=variables.values(), containers=[*variables.holders(), *variables.written()])
 
     def restore(self) -> None:
         """Give the module this state."""

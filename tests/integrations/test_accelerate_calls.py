@@ -28,6 +28,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from smp_strategy import SMPError, UnsupportedError
+from smp_strategy.integrations.accelerate.generation import StageCalls, refuse_different
+from smp_strategy.model.trace.prediction import Callee
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 
@@ -293,20 +295,14 @@ def test_text_is_generated_from_padded_text():
         assert all(torch.equal(each, expected) for each in found)
 
 
-def padding_found_by_the_model():
-    accelerator = fresh_accelerator({"pipeline_parallel_degree": 2, "microbatches": 2})
-    model = distinct_model()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    text = TEXT * PADDED["attention_mask"]
-    with pytest.raises(UnsupportedError, match=r"length of a cache.*`use_cache=False`"):
-        model.generate(text, **LONGER)
-    return model.generate(text, **LONGER, use_cache=False)
-
-
-def test_a_cache_that_stages_know_differently_is_refused():
-    expected = distinct_model().generate(TEXT * PADDED["attention_mask"], **LONGER)
-    for found in on_ranks(padding_found_by_the_model, 2):
-        assert torch.equal(found, expected)
+def test_calls_that_stages_make_differently_are_refused():
+    stages = [StageCalls(), StageCalls()]
+    for stage, length in zip(stages, (1, 7), strict=True):
+        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        stage.note(Callee("h.0", lambda: None), (torch.zeros(2, 1, 4),), {"mask": mask, "cache": object()})
+    with pytest.raises(UnsupportedError, match=r"\[2, 1, 1, 1\] with sum 2 .*length of a cache.*`use_cache=False`"):
+        refuse_different([stage.calls for stage in stages])
+    refuse_different([stages[0].calls, stages[0].calls])
 
 
 def own_samples(loss_of, smp):

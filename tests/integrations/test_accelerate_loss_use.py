@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from accelerate_checks import CLASSES, FEATURES, WIDTH, Result, assert_same, batches, fresh_accelerator, mine, on_ranks, whole_state
+from accelerate_checks import (
+    CLASSES,
+    FEATURES,
+    WIDTH,
+    Result,
+    assert_same,
+    batches,
+    fresh_accelerator,
+    mine,
+    on_ranks,
+    whole_state,
+)
 from torch import nn
 
 from smp_strategy.errors import UnsupportedError
@@ -227,6 +238,60 @@ def decided_by_the_loss():
 
 def test_other_results_after_the_loss_has_been_trained_on_are_refused():
     on_ranks(decided_by_the_loss, 2)
+
+
+class FusedHead(torch.autograd.Function):
+    """Log-probabilities of targets from a weight of a unit, as libraries fuse the last layer with the loss."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        logits = hidden @ torch.cat([weight[:2], weight[2:]]).T
+        found = logits.log_softmax(-1)
+        ctx.save_for_backward(hidden, weight, found, targets)
+        return found.gather(-1, targets[:, None])[:, 0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, found, targets = ctx.saved_tensors
+        of_logits = (nn.functional.one_hot(targets, CLASSES) - found.exp()) * grad[:, None]
+        return of_logits @ weight[:], of_logits.T @ hidden, None
+
+
+class Fused(Counting):
+    """Its loss comes from results of that function, which it returns as well."""
+
+    def forward(self, inputs, targets):
+        hidden = self.inlet(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        found = FusedHead.apply(hidden, self.outlet.weight, targets)
+        return {"loss": -found.mean(), "log_probs": found}
+
+
+def fused(smp):
+    accelerator = fresh_accelerator(smp)
+    torch.manual_seed(0)
+    model = Fused()
+    model.outlet.bias = None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for batch in batches(3):
+        result = model(**(batch if smp is None else mine(accelerator, batch)))
+        loss = -(result["log_probs"] * (1 + result["log_probs"].exp().detach())).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean"))
+    return losses, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2", "pp2 x sdp2"])
+def test_a_head_that_is_fused_with_the_loss(layout):
+    ranks, smp = LAYOUTS[layout]
+    expected = on_ranks(fused, 1, None)[0]
+    for found in on_ranks(fused, ranks, smp):
+        assert_alike(found, expected)
 
 
 class Drawing(Counting):

@@ -21,9 +21,7 @@ def provide() -> None:
         torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
     except OSError:
         torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch.library.define(
-            "torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        )
+        torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         torch.library.impl("torchvision::nms", "CPU", _nms)
         from torchvision.ops import boxes
 

@@ -17,7 +17,7 @@ from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["StageCalls", "without_cache"]
+__all__ = ["StageCalls", "refuse_different", "without_cache"]
 
 
 def without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,18 +29,22 @@ def without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @final
 class StageCalls:
-    """What the units were called with on this stage, as far as it must be alike on all of them."""
+    """What the units were called with on this stage, as far as it must be alike on all of them.
+
+    Attributes:
+        calls: description of each call.
+    """
 
     def __init__(self) -> None:
-        self._calls: list[str] = []
+        self.calls: list[str] = []
 
     def clear(self) -> None:
         """Forget all calls."""
-        self._calls.clear()
+        self.calls.clear()
 
     def note(self, unit: Callee, args: Any, kwargs: Any) -> None:
         """Note a call."""
-        self._calls.append(f"{unit.key}: {' '.join(map(_about, flatten((args, kwargs))[0]))}")
+        self.calls.append(f"{unit.key}: {' '.join(map(_about, flatten((args, kwargs))[0]))}")
 
     def compare(self, mesh: ProcessMesh) -> None:
         """Compare the calls of all stages. Collective over them.
@@ -48,11 +52,12 @@ class StageCalls:
         Raises:
             UnsupportedError: they differ.
         """
-        stages = collectives.gather_objects(self._calls, "calls of units in `generate`", mesh.pp_group)
-        _refuse_different(stages)
+        stages = collectives.gather_objects(self.calls, "calls of units in `generate`", mesh.pp_group)
+        refuse_different(stages)
 
 
-def _refuse_different(stages: Sequence[Sequence[str]]) -> None:
+def refuse_different(stages: Sequence[Sequence[str]]) -> None:
+    """Raise an :class:`UnsupportedError` if the calls of the stages differ."""
     different = next((call for call in zip(*stages, strict=False) if len(set(call)) > 1), None)
     if different is not None:
         raise UnsupportedError(

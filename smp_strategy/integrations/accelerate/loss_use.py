@@ -102,7 +102,9 @@ class UndecidedCall:
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         handed, *others = _Undecided.apply(anchor, self, loss, *self.inputs.tensors, *found)  # type: ignore[no-untyped-call]
         later = iter(others)
-        merged = merge([place_on_graph(each, lambda of: [next(later) for _ in of]) for each in outputs], self._step.sizes)
+        merged = merge(
+            [place_on_graph(each, lambda of: [next(later) for _ in of]) for each in outputs], self._step.sizes
+        )
         place = loss_in(merged)
         leaves, structure = flatten_output(merged)
         return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
