@@ -1,5 +1,7 @@
 """TRL's trainers, whose losses are computed from results of the model that stand beside its loss."""
 
+import math
+
 import pytest
 from datasets import Dataset
 from program_checks import LAYOUTS, alone, assert_alike, on_ranks

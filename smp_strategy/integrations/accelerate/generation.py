@@ -61,10 +61,10 @@ def refuse_different(stages: Sequence[Sequence[str]]) -> None:
     different = next((call for call in zip(*stages, strict=False) if len(set(call)) > 1), None)
     if different is not None:
         raise UnsupportedError(
-            f"`generate` has called a unit with other arguments on one stage than on another ({' and '.join(different)}"
-            "; shapes, and sums of whole numbers). Code above the units has asked an object that units change, of which "
-            "each stage knows what its own units have put there: the length of a cache, say. Generate without it "
-            "(`use_cache=False`)."
+            "`generate` has called a unit with other arguments on one stage than on another "
+            f"({' and '.join(different)}; shapes, and sums of whole numbers). Code above the units has asked an object "
+            "that units change, of which each stage knows what its own units have put there: the length of a cache, "
+            "say. Generate without it (`use_cache=False`)."
         )
 
 

@@ -1,15 +1,15 @@
 """Which results of the model a script trains on: the loss of the model, or others beside it.
 
 Many models return a loss and logits, and their caller decides: ``outputs.loss.backward()``, or a loss of its own from
-``outputs.logits`` (distillation, preferences, a weight for each token). Only its first backward tells. Until then a call
-is *undecided*: forward and backward for the loss of the model have run and gradients are kept aside, as if it was right.
-If backward reaches another result, they are dropped. The call runs forward once more, from the state before it, this
-time so that backward follows with the gradients that the script gives. Nothing has been updated in between, so this
-yields the same results; they are compared. All later calls of this kind run in the way that was found.
+``outputs.logits`` (distillation, preferences, a weight for each token). Only its first backward tells. Until then a
+call is *undecided*: forward and backward for the loss of the model have run, and gradients are kept aside. If backward
+reaches another result, they are dropped. The call runs forward once more, from the state before it, this time so that
+backward follows with the gradients that the script gives. Nothing has been updated in between, so this yields the same
+results; they are compared. All later calls of this kind run in the way that was found.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from smp_strategy.integrations.accelerate.model_outputs import Packed, loss_in, 
 from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.pipeline.join_results import merge
 
-__all__ = ["LossUses", "UndecidedCall"]
+__all__ = ["LossUses", "Repetition", "UndecidedCall"]
 
 
 @final
@@ -49,6 +49,15 @@ class LossUses:
         self._is_outside[way] = is_outside or self.is_outside(way)
 
 
+class Repetition(NamedTuple):
+    """How a call runs once more."""
+
+    forward: Callable[[], ForwardStep]
+    """Runs it forward only."""
+    before: StateBefore
+    """State before the call."""
+
+
 @final
 class UndecidedCall:
     """A call that has run forward and backward for its loss, and may run otherwise.
@@ -59,8 +68,7 @@ class UndecidedCall:
         commit: adds the gradients of the loss, times the given number.
         factor: of the loss in the gradients of inputs.
         inputs: differentiable inputs.
-        forward: runs the call forward only.
-        before: state before the call.
+        repetition: runs the call once more.
         combine: see :func:`~smp_strategy.integrations.accelerate.model_outputs.gradients_come_later`.
         learn: is told whether backward has reached more than the loss.
     """
@@ -73,8 +81,7 @@ class UndecidedCall:
         commit: Callable[[Tensor], None],
         factor: float,
         inputs: ModelInputs,
-        forward: Callable[[], ForwardStep],
-        before: StateBefore,
+        repetition: Repetition,
         combine: Callable[[Tensor], Tensor] | None,
         learn: Callable[[bool], None],
     ) -> None:
@@ -84,8 +91,7 @@ class UndecidedCall:
         self._commit = only_once(commit)
         self._of_inputs = inputs.gradients() if inputs else []
         self._factor = factor
-        self._forward = forward
-        self._before = before
+        self._repetition = repetition
         self._combine = combine
         self._learn = learn
         self._again: ForwardStep | None = None
@@ -134,8 +140,8 @@ class UndecidedCall:
                         given[number][place] = loss * self._weights[number]
         if self._again is None:
             self._step.discard()
-            with self._before.again(), torch.enable_grad():
-                self._again = self._forward()
+            with self._repetition.before.again(), torch.enable_grad():
+                self._again = self._repetition.forward()
                 self._check_same(self._again)
                 self._again.backward(given, retain_graph=retain_graph)
         else:
@@ -159,10 +165,10 @@ class UndecidedCall:
                 same = same and (not is_old or torch.allclose(old, new, rtol=1e-2, atol=1e-4, equal_nan=True))
         if not same:
             raise UnsupportedError(
-                "The loss is computed from results of the model beside its own loss, which the first backward shows. So "
-                "the model has run once more, but has returned something else than before: it depends on more than "
-                "its state and its batch. Set `loss_in_model=False` in SMPPlugin: then backward runs when the script "
-                "calls it, for any function of what the model returns."
+                "The first backward has reached results of the model beside its loss. So the model has run once more, "
+                "but has returned something else than before: it depends on more than its state and its batch. Set "
+                "`loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of "
+                "what the model returns."
             )
 
 

@@ -29,7 +29,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.generation import StageCalls, without_cache
-from smp_strategy.integrations.accelerate.loss_use import LossUses, UndecidedCall
+from smp_strategy.integrations.accelerate.loss_use import LossUses, Repetition, UndecidedCall
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import ModelMethods
 from smp_strategy.integrations.accelerate.model_outputs import (
@@ -272,8 +272,7 @@ class ModelCalls:
                 commit=commit,
                 factor=factor,
                 inputs=inputs,
-                forward=forward,
-                before=before,
+                repetition=Repetition(forward, before),
                 combine=None if self._own_samples is None else self._own_samples.averaged,
                 learn=lambda is_outside: self._uses.learn(way, is_outside=is_outside),
             ).result()
