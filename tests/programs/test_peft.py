@@ -27,9 +27,9 @@ def train(folder, name, smp=None, **options):
     args = TrainingArguments(
         output_dir=str(folder),
         **{"use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 3, "save_strategy": "no"},
-        **{"per_device_train_batch_size": 8, "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 0.2},
+        **{"num_train_epochs": 2, "logging_steps": 1, "learning_rate": 0.2},
         **{"optim": "sgd", "lr_scheduler_type": "constant", "dataloader_pin_memory": False},
-        **options,
+        **{"per_device_train_batch_size": 8, **options},
     )
     trainer = Trainer(
         model=model,

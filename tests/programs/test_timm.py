@@ -67,8 +67,10 @@ def train(name, smp=None, mixes=False, averages=False):
     return losses, whole_weights(accelerator, model), scores, averaged
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["vit", "convnext"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("vit", "pp2"), ("vit", "sdp2"), ("vit", "tp2"), ("convnext", "pp2"), ("convnext", "sdp2")],
+)
 def test_it_trains_as_in_one_process(name, layout):
     expected = alone(train, name)
     for found in on_ranks(train, 2, name, LAYOUTS[layout]):

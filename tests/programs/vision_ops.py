@@ -26,6 +26,8 @@ def provide() -> None:
         from torchvision.ops import boxes
 
         boxes._assert_has_ops = lambda: None
+        # Their versions in Python are compiled at their first call, which takes longer than any test.
+        torch._dynamo.config.disable = True
 
 
 def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
