@@ -6,12 +6,12 @@ import lightning as L
 import pytest
 import torch
 from program_checks import alone, assert_alike, on_ranks
-from test_torchvision import COUNT, PP2, SDP2
+from test_torchvision import COUNT, PP2, SDP2, loader_of
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification.accuracy import Accuracy
 
-BATCH, FEATURES, CLASSES = 4, 16, 3
+FEATURES, CLASSES = 16, 3
 
 
 class Dense(nn.Module):
@@ -174,9 +174,9 @@ def train(name, folder, smp=None):
     data = torch.utils.data.TensorDataset(
         torch.randn(2 * COUNT, FEATURES, generator=generator), torch.arange(2 * COUNT) % CLASSES
     )
-    size = BATCH if smp is None or "sharded_data_parallel_degree" not in smp else BATCH // 2
-    loader = torch.utils.data.DataLoader(data, batch_size=size)
+    loader = loader_of(data, smp)
     trainer = L.Trainer(
+        use_distributed_sampler=False,
         **{"accelerator": "cpu", "devices": 1 if smp is None else 2, "max_epochs": 3, "default_root_dir": folder},
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
         strategy="auto" if smp is None else SMPStrategy(**smp, restore_module="all"),

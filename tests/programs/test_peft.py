@@ -50,7 +50,9 @@ def train(folder, name, smp=None, **options):
 def test_adapters_train_as_in_one_process(name, layout, tmp_path):
     readers = 2 if layout == "sdp2" else 1
     expected = alone(train, tmp_path, name)
-    for losses, weights in on_ranks(train, 2, tmp_path, name, LAYOUTS[layout], per_device_train_batch_size=8 // readers):
+    for losses, weights in on_ranks(
+        train, 2, tmp_path, name, LAYOUTS[layout], per_device_train_batch_size=8 // readers
+    ):
         assert_alike(losses, expected[0])
         if weights:
             assert_alike(weights, expected[1])

@@ -1,13 +1,13 @@
 """sentence-transformers: its trainer, with losses over pairs of a batch."""
 
 import pytest
+import torch
 from datasets import Dataset
 from program_checks import PP2, alone, assert_alike, on_ranks
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss, MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from texts import VOCABULARY, sentences, tokenizer
-import torch
 from transformers import BertConfig, BertModel
 
 

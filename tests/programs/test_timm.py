@@ -17,11 +17,21 @@ from timm.utils import ModelEmaV3
 STEPS, BATCH, CLASSES = 3, 8, 5
 MODELS = {
     "vit": partial(
-        create_model, "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=4, num_heads=2,
+        create_model,
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=4,
+        embed_dim=24,
+        depth=4,
+        num_heads=2,
         num_classes=CLASSES,
     ),
     "convnext": partial(
-        create_model, "convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 16, 16), num_classes=CLASSES,
+        create_model,
+        "convnext_atto",
+        depths=(1, 1, 2, 1),
+        dims=(8, 16, 16, 16),
+        num_classes=CLASSES,
     ),
     "resnet": partial(create_model, "resnet18", num_classes=CLASSES, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16)),
 }

@@ -6,6 +6,7 @@ import torch
 import torchvision
 from program_checks import alone, assert_alike, on_ranks
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 from torchvision.models.detection import FasterRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
@@ -111,7 +112,7 @@ def fit(module, loader, smp, folder):
         strategy="auto" if smp is None else SMPStrategy(**smp),
         devices=1 if smp is None else 2,
         max_epochs=2,
-        accumulate_grad_batches=1,
+        use_distributed_sampler=False,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
@@ -123,14 +124,20 @@ def fit(module, loader, smp, folder):
     return logged, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def loader_of(data, smp):
+    """In order; Lightning itself would shuffle for several replicas."""
+    if smp is None or "sharded_data_parallel_degree" not in smp:
+        return torch.utils.data.DataLoader(data, batch_size=BATCH)
+    return torch.utils.data.DataLoader(data, batch_size=BATCH // 2, sampler=DistributedSampler(data, shuffle=False))
+
+
 def classify(folder, smp=None):
     torch.manual_seed(1)
     module = Classifier()
     generator = torch.Generator().manual_seed(2)
     images, labels = torch.randn(COUNT, 3, 32, 32, generator=generator), torch.arange(COUNT) % CLASSES
     data = torch.utils.data.TensorDataset(images, labels)
-    size = BATCH if smp is None or "sharded_data_parallel_degree" not in smp else BATCH // 2
-    return fit(module, torch.utils.data.DataLoader(data, batch_size=size), smp, folder)
+    return fit(module, loader_of(data, smp), smp, folder)
 
 
 def detect(folder, kind, smp=None):
