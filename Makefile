@@ -1,5 +1,5 @@
 # `make train` trains the example, `make test` checks everything (`make test-all` every combination), `make setup` only
-# creates .venv for them.
+# creates .venv for them. `make test-programs` trains with other libraries, in an environment of its own.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -12,12 +12,12 @@ export OMP_NUM_THREADS := 1
 # Two processes share the tests: many of them wait for other ranks most of the time.
 SHELL := bash -o pipefail
 test-ranks := tests/parity tests/ranks tests/unit
-test-rest := $(filter-out $(test-ranks),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
+test-rest := $(filter-out $(test-ranks) tests/programs,$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
 
 # Of grids of cases, as many as tests/grids.py says.
 cases := --sparse
 
-.PHONY: help setup train test test-all test-ranks test-rest lint format picture
+.PHONY: help setup train test test-all test-ranks test-rest test-programs lint format picture
 
 help:
 	@sed -n 1,2p Makefile
@@ -40,6 +40,16 @@ test-all: lint
 
 test-ranks test-rest: setup
 	$(BIN)/python -m pytest $(cases) $($@) 2>&1 | sed -u "s/^/$@: /"
+
+# Libraries that users bring along. They have packages that would change what other tests see.
+test-programs: .venv-programs/.installed
+	.venv-programs/bin/python -m pytest tests/programs
+
+.venv-programs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[accelerate,examples,dev,programs]"
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check

@@ -18,6 +18,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
+* ``repeated_step.py``: the state before a step, for running it once more in another way.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.

@@ -43,10 +43,12 @@ from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize
+from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
@@ -347,6 +349,10 @@ class Engine:
         step, microbatches, sizes = self._begin("manual", step, batch)
         return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
 
+    def state_before(self, step: Step) -> StateBefore:
+        """State of the module now, for running ``step`` again later; exists once :meth:`look` has run."""
+        return StateBefore(self._parts, step)
+
     def _in_precision(self, step: Step) -> Step:
         return step if self._calls.mixed_precision is None else self._calls.mixed_precision.around_step(step)
 
@@ -372,6 +378,19 @@ class Engine:
     def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Let ``watch(unit, call)`` answer calls of units outside of steps, also before the first step."""
         self._calls.outside = watch
+
+    @contextmanager
+    def noting_calls(self, note: Callable[[Callee, Any, Any], None]) -> Iterator[None]:
+        """Context inside of a step in which ``note`` is told each call of a unit, except in the dry run."""
+        runtime = self._calls.runtime
+        if runtime is None or runtime.called is not None:
+            yield
+            return
+        runtime.called = note
+        try:
+            yield
+        finally:
+            runtime.called = None
 
     # Gradients
 

@@ -106,6 +106,12 @@ class TrainStep:
         if reduce:
             self._reduction.reduce(notes)
 
+    def discard(self) -> None:
+        """Drop the gradients: they will not be handed over. Collective over the replicas, as a commit is."""
+        self._averaged()
+        self._accumulated.gradients.clear()
+        self._accumulated.base.clear()
+
     def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
         """Replace gradients by averages over the replicas, if there are some.
 

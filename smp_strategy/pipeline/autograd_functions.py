@@ -33,12 +33,13 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
-def watched_entrances(current: CurrentProgram) -> Iterator[None]:
+def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | None = None) -> Iterator[None]:
     """Context in which autograd Functions, checkpoints and padded encoders in the glue are intercepted.
 
     Args:
         current: holder of the running program. Checkpoints are intercepted by it rather than by their arguments: these
             may be plain tensors while units are called inside.
+        told: called with the arguments of autograd Functions, which no mode sees.
     """
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
@@ -50,6 +51,8 @@ def watched_entrances(current: CurrentProgram) -> Iterator[None]:
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is torch_checkpoint.CheckpointFunction:
             return _reentrant(apply.__func__, glue(), *args)
+        if told is not None and glue() is not None:
+            told((args, kwargs))
         return _apply(apply.__func__, function, args, kwargs)
 
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))

@@ -56,7 +56,7 @@ class Runtime:
             told instead.
 
     Attributes:
-        stage, told: as given.
+        stage, told, called: as given.
         current: holder of the running program.
         collectives: collectives of the user in steps.
         barriers: runs steps whose microbatches stop at barriers.
@@ -74,7 +74,7 @@ class Runtime:
         self.stage = stage
         self._private = private
         self.told = told
-        self._called = called
+        self.called = called
         self.current = CurrentProgram()
         self.collectives = ReplicaCollectives(stage.replicas, self.current, meets=not stage.is_dry)
         self._threads = ThreadPool()
@@ -100,8 +100,8 @@ class Runtime:
             refuse_in_function(program.function, name)
         if self.told is not None:
             self.told((args, kwargs))
-        if self._called is not None:
-            self._called(unit, args, kwargs)
+        if self.called is not None:
+            self.called(unit, args, kwargs)
         return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:

@@ -49,7 +49,7 @@ def entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
     """Context in which ``program`` is the running program."""
     runtime.current.enter(program)
     try:
-        with watched_entrances(runtime.current):
+        with watched_entrances(runtime.current, runtime.told):
             yield
     except BaseException:
         program.close()

@@ -28,6 +28,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from smp_strategy import SMPError, UnsupportedError
+from smp_strategy.integrations.accelerate.generation import StageCalls, refuse_different
+from smp_strategy.model.trace.prediction import Callee
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 
@@ -135,7 +137,7 @@ def test_results_are_real_on_every_rank():
 
 
 def refused():
-    _, model, _ = prepared()
+    _, model, _ = prepared({**PP2, "loss_in_model": True})
     batch = batches()[0]
     outputs = model(**batch)
     with pytest.raises(UnsupportedError, match="loss_in_model=False"):
@@ -146,7 +148,7 @@ def refused():
         loss.backward()
 
 
-def test_gradients_of_other_results_are_refused():
+def test_gradients_of_other_results_are_refused_if_the_loss_is_insisted_on():
     on_ranks(refused, 2)
 
 
@@ -263,6 +265,44 @@ def test_text_is_generated_between_steps():
         assert all(map(torch.equal, found, results[0]))
         if rank == 0:
             assert_same(weights, model.state_dict(), rtol=1e-5, atol=1e-6)  # tied weights: sums of two stages
+
+
+PADDED = {"input_ids": TEXT, "attention_mask": torch.ones_like(TEXT)}
+for row, padding in enumerate((4, 2, 0, 1)):
+    PADDED["attention_mask"][row, :padding] = 0
+LONGER = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+
+def distinct_model():
+    """Its attention is far from uniform, so that a wrong mask shows."""
+    model = language_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
+    return model.eval()
+
+
+def generated_from_padded_text():
+    accelerator = fresh_accelerator({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = distinct_model()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [model.generate(**PADDED, **LONGER), model.generate(**PADDED, **LONGER, use_cache=True)]
+
+
+def test_text_is_generated_from_padded_text():
+    expected = distinct_model().generate(**PADDED, **LONGER)
+    for found in on_ranks(generated_from_padded_text, 2):
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def test_calls_that_stages_make_differently_are_refused():
+    stages = [StageCalls(), StageCalls()]
+    for stage, length in zip(stages, (1, 7), strict=True):
+        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        stage.note(Callee("h.0", lambda: None), (torch.zeros(2, 1, 4),), {"mask": mask, "cache": object()})
+    with pytest.raises(UnsupportedError, match=r"\[2, 1, 1, 1\] with sum 2 .*length of a cache.*`use_cache=False`"):
+        refuse_different([stage.calls for stage in stages])
+    refuse_different([stages[0].calls, stages[0].calls])
 
 
 def own_samples(loss_of, smp):

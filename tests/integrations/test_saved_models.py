@@ -92,8 +92,15 @@ def adapted_language_model():
     return get_peft_model(language_model(), config)
 
 
+def language_model_with_whole_parts():
+    """PEFT saves some modules whole, of which it asks for the names of their tensors."""
+    torch.manual_seed(0)
+    parts = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f", "lm_head"]}
+    return get_peft_model(language_model(), LoraConfig(r=2, init_lora_weights=False, fan_in_fan_out=True, **parts))
+
+
 @pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2"])
-@pytest.mark.parametrize("model", [tied_language_model, adapted_language_model])
+@pytest.mark.parametrize("model", [tied_language_model, adapted_language_model, language_model_with_whole_parts])
 def test_the_files_of_a_trainer_are_those_of_one_process(model, layout, tmp_path):
     world_size, smp = LAYOUTS[layout]
     weights = on_ranks(saves_by_trainer, world_size, tmp_path, smp, model)[0]

@@ -118,6 +118,26 @@ def functions_in_the_glue(net: Net, x: Tensor) -> Tensor:
     return Reverse.apply(d(c(product)) + rounded, 2.0).pow(2).mean()
 
 
+class Projected(torch.autograd.Function):
+    """A product with a weight that no mode sees, as in a loss that is fused with the last layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight[:2].T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight[:2], torch.cat([grad.T @ x, torch.zeros_like(weight[2:])])
+
+
+def weights_given_to_functions(net: Net, x: Tensor) -> Tensor:
+    a, b, c, d = net.blocks
+    early = Projected.apply(d(c(b(a(x)))), a.mlp[0].weight)
+    return (early + Projected.apply(x, d.mlp[0].weight)).pow(2).mean()
+
+
 def checkpoints(reentrant: bool) -> Callable[[Net, Tensor], Tensor]:
     def step(net: Net, x: Tensor) -> Tensor:
         a, b, c, d = net.blocks
@@ -181,6 +201,7 @@ STEPS: dict[str, tuple[Any, type[nn.Module]]] = {
     "slices": (slices_by_value, Block),
     "numbers": (numbers_by_value, Block),
     "autograd functions": (functions_in_the_glue, Block),
+    "weights given to autograd functions": (weights_given_to_functions, Block),
     "checkpoint": (checkpoints(False), Block),
     "reentrant checkpoint": (checkpoints(True), Block),
     "plain tensors": (fill_a_plain_tensor, Block),

@@ -19,14 +19,17 @@ repeat themselves, so the observed values of one call are the prediction for the
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.generation import StageCalls, without_cache
+from smp_strategy.integrations.accelerate.loss_use import LossUses, Repetition, UndecidedCall
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import ModelMethods
 from smp_strategy.integrations.accelerate.model_outputs import (
@@ -128,6 +131,8 @@ class _ResultKind(NamedTuple):
     """Whether there is a loss with gradients."""
     is_differentiable: bool
     """Whether any result has gradients."""
+    has_others: bool
+    """Whether there are results with gradients beside the loss."""
 
 
 @final
@@ -168,6 +173,7 @@ class ModelCalls:
         # Kinds of calls, with a number each, and the properties of their results.
         self._kinds: dict[Any, int] = {}
         self._result_kinds: dict[Any, _ResultKind] = {}
+        self._uses = LossUses()
 
     # On the instance
 
@@ -201,8 +207,9 @@ class ModelCalls:
         way = self._way_of(call)
         inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
         kind = self._find_kind(inputs, way)
-        if kind.has_loss and self.model.training and self._options.loss_in_model is not False:
-            return self._train(inputs)
+        is_inside = self._options.loss_in_model is not False and not self._uses.is_outside(way)
+        if kind.has_loss and self.model.training and is_inside:
+            return self._train(inputs, way, kind)
         return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
@@ -223,33 +230,62 @@ class ModelCalls:
             result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
         return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
-    def _train(self, inputs: ModelInputs) -> Any:
-        call = inputs.call
+    def _train(self, inputs: ModelInputs, way: Any, kind: _ResultKind) -> Any:
+        call, options = inputs.call, self._options
         prediction, parameters = self._prediction, self._engine.local_model.parameters
-        factor = prediction.factor()
+        factor, sums = prediction.factor(), options.loss_reduction == "sum"
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
+            step = self._step(around, call, inputs, only_loss=options.training_outputs == "loss")
+            before = self._engine.state_before(step) if self._is_undecided(way, kind) else None
             result = self._engine.train_step(
-                self._step(around, call, inputs, only_loss=self._options.training_outputs == "loss"),
+                step,
                 call,
                 loss_of=_loss_of,
                 factor=factor,
                 continues=prediction.continues(parameters),
                 reduces=prediction.reduces(),
-                sums=self._options.loss_reduction == "sum",
+                sums=sums,
             )
         if result.loss is None:
-            raise UnsupportedError(
-                f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
-            )
+            if before is None:
+                raise UnsupportedError(
+                    f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
+                )
+            self._uses.learn(way, is_outside=True)
+            before.restore()
+            return self._forward(inputs)
 
         def commit(grad_output: Tensor) -> None:
             prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
-        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
+        if before is not None and any(len(packed.places) > 1 for packed in result.outputs):
+
+            def forward() -> ForwardStep:
+                with self._inside():
+                    return self._engine.forward_step(step, call)
+
+            merged = UndecidedCall(
+                result,
+                [1.0 if sums else size / sum(result.sizes) for size in result.sizes],
+                commit=commit,
+                factor=factor,
+                inputs=inputs,
+                repetition=Repetition(forward, before),
+                combine=None if self._own_samples is None else self._own_samples.averaged,
+                learn=lambda is_outside: self._uses.learn(way, is_outside=is_outside),
+            ).result()
+        else:
+            ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
+            merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
+
+    def _is_undecided(self, way: Any, kind: _ResultKind) -> bool:
+        """Whether it is unknown if the script trains on other results than the loss."""
+        options = self._options
+        is_open = options.loss_in_model == "auto" and options.training_outputs == "all"
+        return is_open and kind.has_others and not self._uses.is_known(way)
 
     def _forward(self, inputs: ModelInputs) -> Any:
         call = inputs.call
@@ -276,14 +312,23 @@ class ModelCalls:
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
+        generates, calls = name in _WHOLE and self._engine.mesh.pp > 1, StageCalls()
+        if generates:
+            kwargs = without_cache(kwargs)
         number = self._kinds.setdefault(
             (name, *self._way_of(ModelCall(dict(enumerate(args)), kwargs))), len(self._kinds)
         )
+
+        def step(_: Any) -> Any:
+            calls.clear()
+            with self._engine.noting_calls(calls.note) if generates else nullcontext():
+                return around(lambda: method(*args, **kwargs))
+
         try:
             with self._inside() as around:
-                result = self._engine.eval_step(
-                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
-                )
+                result = self._engine.eval_step(step, None, kind=f"{name} {number}", is_joint=True)
+            if generates:
+                calls.compare(self._engine.mesh)
         except UnsupportedError as error:
             error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")
             raise
@@ -301,7 +346,8 @@ class ModelCalls:
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
                 loss = loss_in(packed.result)
-                found.append(_ResultKind(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                has_loss = loss is not None and loss.requires_grad
+                found.append(_ResultKind(has_loss, is_differentiable(packed), len(packed.places) > has_loss))
                 return packed
 
             return looked_at
@@ -314,7 +360,7 @@ class ModelCalls:
             # The model reads values, which a dry run does not have.
             trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
             trains = trains and self._has_gradients
-            return _ResultKind(has_loss=trains, is_differentiable=trains)
+            return _ResultKind(has_loss=trains, is_differentiable=trains, has_others=trains)
         self._result_kinds[way] = found[-1]
         return found[-1]
 

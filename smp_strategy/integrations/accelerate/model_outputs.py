@@ -38,7 +38,10 @@ __all__ = [
     "gradients_come_later",
     "is_differentiable",
     "loss_in",
+    "only_of_input",
+    "only_once",
     "pack",
+    "place_on_graph",
     "with_loss",
 ]
 
@@ -163,11 +166,11 @@ def with_loss(
         refused: Sequence[Tensor] = _RefuseBackward.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
         return refused
 
-    ended = [_on_graph(packed, refuse) for packed in outputs]
+    ended = [place_on_graph(packed, refuse) for packed in outputs]
     merged = merge(ended, sizes)
     leaves, structure = flatten_output(merged)
     place = loss_in(merged)
-    handed = loss_that_commits(loss, _once(commit))
+    handed = loss_that_commits(loss, only_once(commit))
     if inputs is not None:
         handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
@@ -197,10 +200,11 @@ def gradients_come_later(
 
     anchor = _anchor(found)
     later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
-    return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
+    return merge([place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 
-def _on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+def place_on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+    """The result in ``packed``, whose differentiable leaves are those that ``hang`` returns for them."""
     leaves, structure = flatten_output(packed.result)
     if packed.places:
         for place, tensor in zip(packed.places, hang([leaves[place] for place in packed.places]), strict=True):
@@ -212,7 +216,7 @@ def _anchor(like: Sequence[Tensor]) -> Tensor:
     return torch.zeros((), device=like[0].device, requires_grad=True)
 
 
-def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
+def only_once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``act`` to refuse a second call, because gradients are handed over once."""
     calls = 0
 
@@ -228,6 +232,15 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
         act(given)
 
     return once
+
+
+def only_of_input() -> UnsupportedError:
+    """Error for a gradient of inputs alone, where those of the parameters are computed with it."""
+    return UnsupportedError(
+        "`torch.autograd.grad` asks for the gradient of what the model was called with, and for none of its "
+        "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
+        "and set those of the parameters to zero before they are trained."
+    )
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -274,11 +287,7 @@ class _DeferredBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if not torch._C._will_engine_execute_node(ctx.anchor):
-            raise UnsupportedError(
-                "`torch.autograd.grad` asks for the gradient of what the model was called with, and for none of its "
-                "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
-                "and set those of the parameters to zero before they are trained."
-            )
+            raise only_of_input()
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         of_inputs = ctx.run(gradients, retain_graph=retain_graph)
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

@@ -121,8 +121,9 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
     Without any degree all processes are stages of one pipeline.
 
     Args:
-        loss_in_model: whether models compute their loss: ``auto`` looks at their results. If they do, forward and
-            backward of the microbatches alternate during the call of the model, and only the loss has gradients. With
+        loss_in_model: whether models compute their loss: ``auto`` looks at their results, and at what the first
+            backward reaches. If they do, forward and backward of the microbatches alternate during the call of the
+            model, and only the loss has gradients. With
             ``False`` backward runs when the script calls it, for any function of the results; the activations of all
             microbatches are in memory then.
         loss_reduction: reduction of a loss in the model over its samples. Losses of microbatches are averaged, weighted

@@ -13,6 +13,7 @@ before files are written: pickled files, uploads to the Hub, quantised weights, 
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -113,6 +114,9 @@ class PretrainedCalls:
         """Let the library prepare all files; those of tensors are noted."""
         notes = FileNotes(staging)
         with Patches() as patches, notes.instead_of(self._library, "safe_save_file"):
+            for part in self.model.modules():
+                if part is not self.model:  # PEFT asks those that it saves whole (`modules_to_save`) for names
+                    patches.put(part, "state_dict", partial(_without_values, part.state_dict))
             if self._is_adapter:
                 if (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
                     shutil.copyfile(target / _CARD, staging / _CARD)
@@ -121,3 +125,8 @@ class PretrainedCalls:
                 patches.put(self.model, "num_parameters", lambda *_, **__: total)
             self._own(str(staging), state_dict=entries, is_main_process=True, **options)
         return notes
+
+
+def _without_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """State dict of a submodule with the parameters themselves, which a rank may lack the values of."""
+    return state_dict(*args, **{**kwargs, "keep_vars": True})
