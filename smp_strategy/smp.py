@@ -15,9 +15,12 @@ from smp_strategy.integrations.sagemaker.creation import (
     checkpoint,
     delay_param_initialization,
     model_creation,
+    partition,
     register_parameter,
+    set_partition,
     set_tensor_parallelism,
     tensor_parallelism,
+    tp_register_with_module,
 )
 from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
 from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
@@ -62,8 +65,7 @@ from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
 from smp_strategy.integrations.sagemaker.save_and_load import load, save
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
 from smp_strategy.integrations.sagemaker.step_output import StepOutput
-from smp_strategy.model.annotations import partition, set_partition
-from smp_strategy.tensor_parallel.plan.registry import tp_register, tp_register_with_module
+from smp_strategy.tensor_parallel.plan.registry import tp_register
 
 __all__ = [
     "CommGroup",

@@ -4,7 +4,7 @@ Reading order::
 
     initialize.py, run_state.py            smp.init; the one run of a process, smp.state
     sm_variables.py                        variables of SageMaker's containers, ranks under mpirun
-    rank_calls.py                           ranks, groups, and messages between ranks
+    rank_calls.py                          ranks, groups, and messages between ranks
     step_function.py, step_inputs.py       @smp.step: the engine's step; what is cut into microbatches
     step_output.py, own_outputs.py         StepOutput; outputs of a rank's own samples
     distributed_model.py, model_parts.py   smp.DistributedModel; what this rank holds of a model

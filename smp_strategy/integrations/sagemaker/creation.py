@@ -1,6 +1,6 @@
 """Contexts and calls for models that are being created: stages, split layers, delayed values, checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
@@ -10,15 +10,20 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
+from smp_strategy.model import annotations as stages
 from smp_strategy.tensor_parallel.plan import annotations as split_notes
+from smp_strategy.tensor_parallel.plan import registry
 
 __all__ = [
     "checkpoint",
     "delay_param_initialization",
     "model_creation",
+    "partition",
     "register_parameter",
+    "set_partition",
     "set_tensor_parallelism",
     "tensor_parallelism",
+    "tp_register_with_module",
 ]
 
 # Options of SageMaker's own split layers.
@@ -31,6 +36,27 @@ _LAYER_OPTIONS: Final = frozenset(
 )
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+def partition(index: int) -> AbstractContextManager[None]:
+    """Context that places all modules created in it on stage ``index``, with ``auto_partition=False``."""
+    return stages.partition(index)
+
+
+def set_partition(module: Module, index: int) -> Module:
+    """Place ``module`` and everything that it holds now on stage ``index``, with ``auto_partition=False``."""
+    return stages.set_partition(module, index)
+
+
+def tp_register_with_module(
+    module_cls: type[nn.Module],
+    dist_module: type[nn.Module],
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[[Any], Any] | None = None,
+) -> None:
+    """Register the split twin of an existing class; see :mod:`smp_strategy.tensor_parallel.plan.registry`."""
+    registry.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
 
 
 def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> AbstractContextManager[None]:

@@ -77,7 +77,7 @@ def load_model_state(model: "DistributedModel", state: Mapping[str, Any], *, str
     engine = model.engine
     if PARTIAL in state:
         part = {name: value for name, value in state.items() if name != PARTIAL}
-        state = _gathered(part, "`model.load_state_dict`", _group(engine, is_sharded=_has_rectangles(part)))
+        state = _gathered(part, "`model.load_state_dict`", _group(engine))
     engine.saved.load_state_dict(dict(state), strict=strict)
 
 
@@ -120,8 +120,8 @@ def load_optimizer_state(optimizer: "DistributedOptimizer", state: Mapping[str, 
     """Load a state dict of the whole optimizer, or this rank's part of one, which is collective."""
     engine = optimizer.model.engine
     if "part" in state:
-        is_sharded = engine.config.shard_optimizer_state or _has_rectangles(state["part"])
-        found = _gathered(state["part"], "`optimizer.load_state_dict`", _group(engine, is_sharded=is_sharded))
+        group = _group(engine, is_sharded=engine.config.shard_optimizer_state)
+        found = _gathered(state["part"], "`optimizer.load_state_dict`", group)
         state = {**_with_numbers(optimizer, found), "param_groups": state["param_groups"]}
     engine.saved.load_optimizer_state(optimizer.optimizer, state)
 
@@ -167,11 +167,6 @@ def _portable(value: Any) -> Any:
     if len(blocks) == 1 and tuple(blocks[0][1].shape) == value.shape and not value.aliases:
         return blocks[0][1]
     return {_SHAPE: tuple(value.shape), _BLOCKS: blocks, _ALIASES: tuple(value.aliases)}
-
-
-def _has_rectangles(part: Mapping[str, Any]) -> bool:
-    """Whether ranks of several replicas may have different rectangles of a tensor."""
-    return any(_is_cut(value) for value in part.values()) and current_run().config.sharded_data_parallel_degree > 1
 
 
 def _is_cut(value: Any) -> bool:

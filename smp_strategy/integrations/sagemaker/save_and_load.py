@@ -12,6 +12,7 @@ import torch
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.sagemaker.rank_calls import mp_rank, pp_rank, rdp_rank, tp_rank, tp_size
+from smp_strategy.integrations.sagemaker.run_state import current_run
 
 __all__ = ["load", "save"]
 
@@ -32,7 +33,7 @@ def save(
         partial: whether each rank writes a file of its own, with its place in the replica in the name (``f_1``, or
             ``f_1_0`` with a tensor-parallel rank); otherwise the calling rank writes ``f``.
         pickle_module, pickle_protocol: as of ``torch.save``.
-        v3: whether replicas have files of their own, for sharded state.
+        v3: whether replicas have files of their own (``f_1_0_0``); always so if state is sharded over them.
     """
     path = _path(f, v3=v3) if partial else Path(f)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,8 @@ def load(
 
 
 def _path(f: str | os.PathLike[str], *, v3: bool) -> Path:
-    path = Path(f)
+    path, config = Path(f), current_run().config
+    # Replicas have shards of their own then.
+    v3 = v3 or config.shard_optimizer_state or config.sharded_data_parallel_degree > 1
     place = f"{pp_rank()}_{tp_rank()}" if tp_size() > 1 or v3 else f"{mp_rank()}"
     return path.with_name(f"{path.name}_{place}{f'_{rdp_rank()}' if v3 else ''}")

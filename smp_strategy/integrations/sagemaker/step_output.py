@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.model.trace.pytree import flatten_output
+from smp_strategy.model.trace.opened_objects import is_opened_value
+from smp_strategy.model.trace.pytree import flatten, flatten_output
 
 __all__ = ["StepOutput", "over_microbatches"]
 
@@ -77,12 +78,25 @@ def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
     """
     if all(result is None for result in results):
         return None
-    flat = [flatten_output(result) for result in results]
+    flat = [_flattened(result) for result in results]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         return list(results)
     joined = [_joined(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return pytree.tree_unflatten(joined, structure)
+
+
+def _flattened(result: Any) -> tuple[list[Any], Any]:
+    """Leaves of a result: tensors, and values without any tensor, which may be containers."""
+    if _has_no_tensor(result):
+        return pytree.tree_flatten(result, lambda node: True)
+    if type(result) in (tuple, list, dict):
+        return flatten(result, _has_no_tensor, is_opened_value)
+    return flatten_output(result)
+
+
+def _has_no_tensor(value: Any) -> bool:
+    return not any(isinstance(leaf, Tensor) for leaf in flatten_output(value)[0])
 
 
 def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
