@@ -6,6 +6,7 @@ Reading order::
     sm_variables.py                        variables of SageMaker's containers, ranks under mpirun
     rank_calls.py                          ranks, groups, and messages between ranks
     step_function.py, step_inputs.py       @smp.step: the engine's step; what is cut into microbatches
+    same_batches.py                        ranks of a replica that read different batches
     step_output.py, own_outputs.py         StepOutput; outputs of a rank's own samples
     distributed_model.py, model_parts.py   smp.DistributedModel; what this rank holds of a model
     distributed_optimizer.py, clipping.py  smp.DistributedOptimizer, loss scaling; clipping by the norm of all ranks

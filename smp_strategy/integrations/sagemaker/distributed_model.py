@@ -18,6 +18,7 @@ from smp_strategy.integrations.sagemaker.model_parts import LocalParts
 from smp_strategy.integrations.sagemaker.model_state import full_model_state, load_model_state, local_model_state
 from smp_strategy.integrations.sagemaker.own_outputs import own_outputs
 from smp_strategy.integrations.sagemaker.run_state import current_run
+from smp_strategy.integrations.sagemaker.same_batches import SameBatches
 from smp_strategy.integrations.sagemaker.step_function import (
     StepValue,
     has_gradients,
@@ -114,6 +115,7 @@ class DistributedModel(LocalParts):
         self._post_partition: list[Hook] = []
         self._post_step: list[Hook] = []
         self._was_told = False
+        self._same_batches = SameBatches(run)
         # Meta tensors get their values later, on their own stage.
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         self._start(config)
@@ -168,6 +170,7 @@ class DistributedModel(LocalParts):
         """Run ``function`` with each microbatch. Collective."""
         if not self._engine.is_attached:
             self._engine.attach(self.module, self._engine.optimizers)
+        inputs.batch = self._same_batches.of(inputs.batch)
         is_first = self._engine.partition is None
         number, trains = self._kind_of(function, inputs)
         was_announced = is_first and self._engine.partition is not None

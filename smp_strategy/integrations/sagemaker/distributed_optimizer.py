@@ -58,7 +58,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -70,11 +70,11 @@ class DistributedOptimizer(Optimizer):
         self._overflow = False
         is_half = run.config.fp16 or run.config.fp16_params
         if is_half:
-            rules = ScalingRules.static(static_loss_scale)
+            rules = ScalingRules.static(static_loss_scale or 1.0)
             if dynamic_loss_scale:
                 rules = _rules(dynamic_loss_args or {})
             self._scaler = GradScaler(rules, lambda *given: self.model.engine.unscale(*given), lambda: [optimizer])
-        elif dynamic_loss_scale or static_loss_scale != 1.0:
+        elif dynamic_loss_scale or static_loss_scale not in (None, 1.0):
             run.note("The loss scale has no effect: nothing computes in float16 (`fp16`).")
         run.optimizers.append(self)
         engine = self.model.engine
@@ -168,10 +168,14 @@ class DistributedOptimizer(Optimizer):
     def _with_scaler(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self._scaler is None else {**state, _SCALER: self._scaler.state_dict()}
 
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler, if anything computes in float16."""
-        return self._scaler
+    def scaler_state_dict(self) -> dict[str, Any]:
+        """State of the loss scale, for the ``user_content`` of a checkpoint; empty if there is none."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_scaler_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of the loss scale."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
 
     # What schedulers and scripts read
 
