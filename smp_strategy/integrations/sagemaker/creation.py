@@ -1,7 +1,7 @@
 """Contexts and calls for models that are being created: stages, split layers, delayed values, checkpoints."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -39,13 +39,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def partition(index: int) -> AbstractContextManager[None]:
-    """Context that places all modules created in it on stage ``index``, with ``auto_partition=False``."""
-    return stages.partition(index)
+    """Context that places all modules created in it on stage ``index``; ignored with ``auto_partition``."""
+    return nullcontext() if _is_ignored("smp.partition") else stages.partition(index)
 
 
 def set_partition(module: Module, index: int) -> Module:
-    """Place ``module`` and everything that it holds now on stage ``index``, with ``auto_partition=False``."""
-    return stages.set_partition(module, index)
+    """Place ``module`` and everything that it holds now on stage ``index``; ignored with ``auto_partition``."""
+    return module if _is_ignored("smp.set_partition") else stages.set_partition(module, index)
 
 
 def tp_register_with_module(
@@ -131,6 +131,14 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True) -
             f"`checkpoint` takes a module, but got {module!r}. Use `torch.utils.checkpoint` for functions."
         )
     return torch_checkpoint.checkpoint(module, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+def _is_ignored(call: str) -> bool:
+    """Whether a placement by hand has no effect, as in SageMaker's library."""
+    if not (is_initialized() and current_run().config.auto_partition):
+        return False
+    current_run().note(f"`{call}` has no effect: the partition is chosen automatically. Set `auto_partition` to False.")
+    return True
 
 
 def _note_layer_options(given: dict[str, Any], call: str) -> None:
