@@ -92,7 +92,7 @@ def train(model: Any, optimizer: Any, scheduler: LambdaLR, args: argparse.Namesp
                 f"step {step} loss {torch.stack(losses).mean().item():.7f} scale {optimizer.loss_scale:g}", flush=True
             )
         if args.checkpoint_freq and step % args.checkpoint_freq == 0:
-            content = {"step": step, "lr_scheduler": scheduler.state_dict(), "scale": optimizer.scaler_state_dict()}
+            content = {"step": step, "lr_scheduler": scheduler.state_dict()}
             smp.save_checkpoint(
                 args.checkpoint_dir,
                 tag=f"step_{step}",
@@ -167,7 +167,6 @@ def main() -> None:
         content = smp.resume_from_checkpoint(args.checkpoint_dir, partial=True)
         start = content["step"]
         scheduler.load_state_dict(content["lr_scheduler"])
-        optimizer.load_scaler_state_dict(content["scale"])
     train(model, optimizer, scheduler, args, start)
     validate(model, args)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts import run_script
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GPT2LMHeadModel
@@ -16,7 +17,6 @@ from transformers import GPT2LMHeadModel
 import sagemaker_digits
 import sagemaker_gpt
 import sagemaker_vit
-from scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSS = re.compile(r"^(?:epoch|step) .*loss (\S+)", re.MULTILINE)

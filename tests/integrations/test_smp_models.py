@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from smp_checks import LAYOUTS, Net, adamw, assert_same, batches, begin, net, on_ranks, plain, train_step
+from smp_strategy.smp.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_strategy.smp as smp
 from smp_strategy import CheckpointError, ConfigError, UnsupportedError
-from smp_strategy.smp.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
 
 PP2 = {"partitions": 2, "microbatches": 4}
 

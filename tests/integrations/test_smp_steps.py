@@ -1,5 +1,6 @@
 """What goes into functions with ``@smp.step``, and what comes out of them."""
 
+import argparse
 import collections
 
 import pytest
@@ -398,3 +399,78 @@ def test_tied_weights_stay_tied(layout):
         assert list(found) == list(twin.state_dict())
         for name, value in twin.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@smp.step
+def traced(model, data):
+    if smp.is_tracing():
+        raise LookupError("dry")
+    return model(data).sum()
+
+
+def traces(parameters):
+    model, _ = begin(parameters)
+    with pytest.raises(LookupError, match="dry"):
+        traced(model, batches()[0][0])
+    assert not smp.is_tracing()
+    train_step(model, *batches()[0])
+    assert smp.is_initialized()
+
+
+def test_code_can_ask_whether_it_runs_dry():
+    on_ranks(traces, 2, PP2)
+
+
+def saved_alone(parameters):
+    model, optimizer = begin(parameters)
+    train_step(model, *batches()[0])
+    optimizer.step()
+    if smp.rank() == 0:
+        with pytest.raises(SMPError, match="smp.save_checkpoint"):
+            torch.save(model.module.state_dict(), "/dev/null")
+    smp.barrier()
+
+
+def told(parameters):
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        model, _ = begin(parameters)
+        train_step(model, *batches()[0])
+    return text.getvalue()
+
+
+def test_saving_the_module_of_one_rank_names_the_remedy_before_and_after():
+    on_ranks(saved_alone, 2, PP2)
+    first, second = on_ranks(told, 2, PP2)
+    assert "To save all of them call, on all ranks, `smp.save_checkpoint(path, tag, partial=False)`" in first
+    assert first.index("To save all of them") < first.index("A training step sees 8 samples")
+    assert not second
+
+
+@smp.step
+def with_everything(model, optimizer, data, targets, args):
+    assert isinstance(optimizer, smp.DistributedOptimizer)
+    logits = model(data)
+    loss = F.cross_entropy(logits, targets, label_smoothing=args.smoothing)
+    model.backward(loss)
+    return loss
+
+
+def passes(parameters):
+    model, optimizer = begin(parameters)
+    args = argparse.Namespace(smoothing=0.1, more=[1, 2])
+    data, targets = batches()[0]
+    model.to("cpu")
+    loss = with_everything(model, optimizer, data, targets, args).reduce_mean()
+    torch.testing.assert_close(loss, F.cross_entropy(net()(data), targets, label_smoothing=0.1).detach())
+    assert args.more == [1, 2]
+    optimizer.step()
+    with_everything(model, optimizer, data, targets, args)
+    assert "DistributedModel" in repr(model)
+
+
+def test_optimizers_and_options_may_be_arguments():
+    on_ranks(passes, 2, PP2)

@@ -17,7 +17,7 @@ process runs (:mod:`smp_strategy.engine.active_engines`).
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -34,12 +34,17 @@ from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.active_engines import attached
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError
+from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
+
+if TYPE_CHECKING:
+    from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["resume_from_checkpoint", "save_checkpoint"]
 
 # Keys of the engine's own state and of the user's content in a partial checkpoint.
 _ENGINE: Final = "smp_strategy"
 _CONTENT: Final = "user_content"
+_SCALE: Final = "loss_scale"
 
 _WRITERS: Final[WeakKeyDictionary[Engine, ShardedWriter]] = WeakKeyDictionary()
 
@@ -165,6 +170,9 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
             engine.saved.load_stored_optimizer(source, number, each)
         if _ENGINE in rest:
             engine.saved.load_state(rest[_ENGINE])
+        if load_optimizer and len(rest.get(_SCALE, ())) == len(_wrapped(engine)):
+            for each, scale in zip(_wrapped(engine), rest.get(_SCALE, ()), strict=True):
+                each.load_scaler_state_dict(scale)
         return rest.get(_CONTENT)
 
 
@@ -173,9 +181,14 @@ def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: Tagge
         _WRITERS[engine] = ShardedWriter(lambda mesh=engine.mesh: mesh.saving_group("calls"))  # type: ignore[misc]
     prepared = _WRITERS[engine].prepare(engine.saved.held_state(optimizers), copy=False)
     own = engine.saved.state_dict()
-    rest = {_ENGINE: own, _CONTENT: content}
+    rest = {_ENGINE: own, _CONTENT: content, _SCALE: [each.scaler_state_dict() for each in _wrapped(engine)]}
     note = {"layout": engine.mesh.shape.degrees, "global_step": own["num_steps"], "tag": folder.tag}
     prepared.write(folder.partial, rest=rest, note=note)
+
+
+def _wrapped(engine: Engine) -> list["DistributedOptimizer"]:
+    """Optimizers of ``smp.DistributedOptimizer``, which have a loss scale of their own."""
+    return [each for each in current_run().optimizers if each.model.engine is engine] if is_initialized() else []
 
 
 def _save_full(state: StateDict, folder: TaggedFolder, content: Any) -> None:
@@ -237,8 +250,8 @@ def _engine_of(model: nn.Module | None) -> Engine:
         names = ", ".join(sorted(type(engine.module).__name__ for engine in found)) or "none"
         raise ConfigError(
             f"It is not clear which model is meant: {len(found)} of this process are spread over the ranks ({names}). "
-            "Give it as `model=...`, after `accelerator.prepare`, or in a hook that Lightning calls once the strategy "
-            "is set up, `on_fit_start` for instance."
+            "Give it as `model=...`, after `accelerator.prepare` or `smp.DistributedModel`, or in a hook that "
+            "Lightning calls once the strategy is set up, `on_fit_start` for instance."
         )
     for bare in _unwrapped(model):
         found = [engine for engine in engines if engine.module is bare]

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, final, overload
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import current_run
@@ -99,7 +98,7 @@ def note_losses(function: Function, inputs: StepInputs, *, may_note: bool) -> Ca
 
 def is_tracing() -> bool:
     """Whether code of a step runs dry now, on tensors without values."""
-    return losses_of_microbatch() is not None and detect_fake_mode() is not None
+    return losses_of_microbatch() is not None and any(model.engine.is_tracing for model in current_run().models)
 
 
 @overload
