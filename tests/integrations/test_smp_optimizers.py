@@ -151,3 +151,42 @@ def test_sharded_optimizer_state_trains_the_same(more):
     _, weights = plain(replicas=2)
     for found in on_ranks(always_clipped, 4 if more else 2, parameters):
         assert_same(found, weights, rtol=1e-5, atol=1e-6)
+
+
+@smp.step
+def scaled_step(model, scaler, data, targets):
+    loss = F.cross_entropy(model(data), targets)
+    model.backward(scaler.scale(loss))
+    return loss
+
+
+def with_scaler(parameters):
+    model, optimizer = begin(parameters)
+    scaler = smp.amp.GradScaler(init_scale=2.0**4, growth_interval=2)
+    for number, (data, targets) in enumerate(batches()):
+        optimizer.zero_grad()
+        data = data * (float("inf") if number == 1 else 1)
+        scaled_step(model, scaler, *mine((data, targets)))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "replicas2", "sdp2"])
+def test_a_gradient_scaler_skips_on_all_ranks(layout):
+    ranks, parameters = LAYOUTS[layout]
+    model = net()
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    for number, (data, targets) in enumerate(batches()):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(data * (float("inf") if number == 1 else 1)), targets)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    for scale, weights in on_ranks(with_scaler, ranks, parameters):
+        assert scale == scaler.get_scale()
+        assert_same(weights, model.state_dict(), rtol=1e-5, atol=1e-6)

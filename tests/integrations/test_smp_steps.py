@@ -474,3 +474,19 @@ def passes(parameters):
 
 def test_optimizers_and_options_may_be_arguments():
     on_ranks(passes, 2, PP2)
+
+
+def fewer_batches(parameters):
+    model, optimizer = begin(parameters)
+    with model.join():
+        for batch in batches(3 - smp.rdp_rank()):
+            train_step(model, *batch)
+            optimizer.step()
+        smp.barrier()
+
+
+@pytest.mark.parametrize("layout", ["replicas2", "sdp2"])
+def test_a_replica_with_fewer_batches_is_an_error(layout):
+    ranks, parameters = LAYOUTS[layout]
+    with pytest.raises(RuntimeError, match="ApartError|PeerFailedError"):
+        on_ranks(fewer_batches, ranks, parameters, timeout=60.0)

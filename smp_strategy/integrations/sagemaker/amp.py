@@ -37,7 +37,7 @@ def GradScaler(  # SageMaker's name of a class
 
 
 def _optimizers() -> Iterable[Optimizer]:
-    return [each.optimizer for each in current_run().optimizers]
+    return list(current_run().optimizers)
 
 
 def _unscale(optimizer: Any, scale: float) -> UnscaleResult:
