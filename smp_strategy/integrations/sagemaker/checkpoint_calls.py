@@ -170,9 +170,8 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
             engine.saved.load_stored_optimizer(source, number, each)
         if _ENGINE in rest:
             engine.saved.load_state(rest[_ENGINE])
-        if load_optimizer and len(rest.get(_SCALE, ())) == len(_wrapped(engine)):
-            for each, scale in zip(_wrapped(engine), rest.get(_SCALE, ()), strict=True):
-                each.load_scaler_state_dict(scale)
+        if load_optimizer:
+            _load_scales(engine, rest.get(_SCALE, ()))
         return rest.get(_CONTENT)
 
 
@@ -189,6 +188,12 @@ def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: Tagge
 def _wrapped(engine: Engine) -> list["DistributedOptimizer"]:
     """Optimizers of ``smp.DistributedOptimizer``, which have a loss scale of their own."""
     return [each for each in current_run().optimizers if each.model.engine is engine] if is_initialized() else []
+
+
+def _load_scales(engine: Engine, scales: Sequence[StateDict]) -> None:
+    if len(scales) == len(_wrapped(engine)):  # else they are of another door
+        for each, scale in zip(_wrapped(engine), scales, strict=True):
+            each.load_scaler_state_dict(scale)
 
 
 def _save_full(state: StateDict, folder: TaggedFolder, content: Any) -> None:
