@@ -168,10 +168,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         for number, each in enumerate(optimizers if load_optimizer else ()):
             source = stored if load_sharded_optimizer_state else _WithoutState(stored)
             engine.saved.load_stored_optimizer(source, number, each)
-        if _ENGINE in rest:
-            engine.saved.load_state(rest[_ENGINE])
-        if load_optimizer:
-            _load_scales(engine, rest.get(_SCALE, ()))
+        _load_counters(engine, rest, scales=load_optimizer)
         return rest.get(_CONTENT)
 
 
@@ -190,9 +187,13 @@ def _wrapped(engine: Engine) -> list["DistributedOptimizer"]:
     return [each for each in current_run().optimizers if each.model.engine is engine] if is_initialized() else []
 
 
-def _load_scales(engine: Engine, scales: Sequence[StateDict]) -> None:
-    if len(scales) == len(_wrapped(engine)):  # else they are of another door
-        for each, scale in zip(_wrapped(engine), scales, strict=True):
+def _load_counters(engine: Engine, rest: Mapping[str, Any], *, scales: bool) -> None:
+    """Load the counters of the engine's random streams and, if asked for, loss scales."""
+    if _ENGINE in rest:
+        engine.saved.load_state(rest[_ENGINE])
+    found = rest.get(_SCALE, ()) if scales else ()
+    if len(found) == len(_wrapped(engine)):  # else they are of another door
+        for each, scale in zip(_wrapped(engine), found, strict=True):
             each.load_scaler_state_dict(scale)
 
 
