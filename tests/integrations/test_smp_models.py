@@ -231,23 +231,30 @@ def language_step(model, ids, mask):
     return loss
 
 
-def language(parameters):
+def language(parameters, options):
     smp.init(parameters)
-    model = smp.DistributedModel(head(causal_mask_size=16, pre_layernorm=True))
+    model = smp.DistributedModel(head(**options))
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
     losses = []
     for _ in range(3):
         losses.append(language_step(model, tokens(), torch.zeros(4, 16)).reduce_mean())
         optimizer.step()
         optimizer.zero_grad()
-    return torch.stack(losses), model.state_dict()
+    split = {name.rpartition(".")[0] for name, each in model.named_parameters() if model.is_distributed_parameter(each)}
+    return torch.stack(losses), model.state_dict(), {name.partition("0.")[2] for name in split if "layers.0" in name}
 
 
+ATTENTION = ("query", "key", "value", "dense")
+SPLIT = {"output.dense1", "output.dense2"}
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["positions", "alibi"])
 @pytest.mark.parametrize("layout", ["pp2", "tp2", "sdp2"])
-def test_sagemakers_transformer_trains_as_in_one_process(layout):
+def test_sagemakers_transformer_trains_as_in_one_process(layout, biased):
     ranks, parameters = LAYOUTS[layout]
     parameters = {**parameters, **({"microbatches": 2} if layout == "pp2" else {})}
-    twin = head(causal_mask_size=16, pre_layernorm=True)
+    options = {"causal_mask_size": 16, "pre_layernorm": True, "use_alibi": biased}
+    twin = head(**options)
     optimizer = adamw(twin.parameters())
     losses = []
     for _ in range(3):
@@ -256,7 +263,9 @@ def test_sagemakers_transformer_trains_as_in_one_process(layout):
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    for found, weights in on_ranks(language, ranks, parameters):
+    for found, weights, split in on_ranks(language, ranks, parameters, options):
+        if layout == "tp2":
+            assert split == (SPLIT if biased else SPLIT | {f"attention.{name}" for name in ATTENTION})
         torch.testing.assert_close(found, torch.stack(losses), rtol=1e-4, atol=1e-5)
         assert_same(weights, twin.state_dict(), rtol=1e-2, atol=1e-3)
 

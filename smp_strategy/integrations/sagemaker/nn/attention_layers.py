@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.nn.distributed_layers import initialised
+from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism
 
 __all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "alibi"]
 
@@ -138,6 +139,8 @@ class DistributedAttentionLayer(nn.Module):
         self.dropout = nn.Dropout(hidden_dropout_prob)
         self.pre_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon) if pre_layernorm else None
         self.layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon) if post_layernorm else None
+        # Biases differ between heads, so ranks could not compute some heads each.
+        set_tensor_parallelism(self, not use_alibi)
 
     def forward(self, inputs: Any) -> Tensor:
         """Attend: ``(hidden, mask)``, or ``(hidden, other, mask)`` with keys and values from another sequence."""

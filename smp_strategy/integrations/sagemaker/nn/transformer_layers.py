@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.nn.attention_layers import DistributedAttentionLayer
 from smp_strategy.integrations.sagemaker.nn.distributed_layers import DistributedEmbedding, initialised
+from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism
 
 __all__ = [
     "DistributedTransformer",
@@ -62,6 +63,7 @@ class DistributedTransformerOutputLayer(nn.Module):
         self.dropout = nn.Dropout(hidden_dropout_prob)
         self.pre_layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon) if pre_layernorm else None
         self.layernorm = nn.LayerNorm(hidden_size, eps=layernorm_epsilon) if post_layernorm else None
+        set_tensor_parallelism(self)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the layer."""
@@ -224,6 +226,7 @@ class DistributedTransformerLMHead(nn.Module):
         if add_lm_head:
             self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
             self.lm_head.weight = self.word_embedding.weight
+            set_tensor_parallelism(self.lm_head)
 
     def forward(self, inputs: Any) -> Any:
         """Compute logits, or the loss if there are labels.
