@@ -89,7 +89,8 @@ def plain_digits(epochs=1):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_convolution_net_trains_as_in_one_process(tmp_path, run, ranks):
-    told = run("sagemaker_digits.py", "--partitions", "2", "--epochs", "1", ranks=ranks)
+    arguments = ["sagemaker_digits.py", "--partitions", "2", "--epochs", "1"]
+    told = torchrun(tmp_path, *arguments) if ranks == 2 else run(*arguments, ranks=ranks)
     losses, test, weights = plain_digits()
     if ranks == 2:  # otherwise those of the first replica are printed
         assert_close(losses_in(told), losses)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch.distributed as dist
-from smp_checks import begin, on_ranks
+import torch.nn.functional as F
+from smp_checks import LAYOUTS, adamw, assert_same, batches, begin, mine, net, on_ranks, train_step
 
 import smp_strategy.smp as smp
 from smp_strategy import ConfigError, SMPError
@@ -100,6 +101,35 @@ def initialised():
 
 def test_a_run_begins_with_init_and_ends_with_shutdown():
     on_ranks(initialised, 2)
+
+
+def wrapped_again(first, second):
+    model, optimizer = begin(first)
+    inner = model.module
+    train_step(model, *mine(batches()[0]))
+    optimizer.step()
+    smp.shutdown()
+    with pytest.raises(SMPError, match=r"Call `smp.init\(\)` first"):
+        train_step(model, *batches()[0])
+    smp.init(second)
+    model = smp.DistributedModel(inner)
+    optimizer = smp.DistributedOptimizer(adamw(model.parameters()))
+    optimizer.zero_grad()
+    train_step(model, *mine(batches()[1]))
+    optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("first", "second"), [("pp2", "sdp2"), ("sdp2", "pp2"), ("replicas2", "tp2")])
+def test_a_model_may_be_wrapped_again_under_another_layout(first, second):
+    twin = net()
+    for data, targets in batches(2):
+        optimizer = adamw(twin.parameters())
+        optimizer.zero_grad()
+        F.cross_entropy(twin(data), targets).backward()
+        optimizer.step()
+    for found in on_ranks(wrapped_again, 2, LAYOUTS[first][1], LAYOUTS[second][1]):
+        assert_same(found, twin.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def launched(monkeypatch_environ, given):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.model_outputs import pack
 from smp_strategy.integrations.sagemaker import comm_hooks
@@ -106,6 +107,7 @@ class DistributedModel(LocalParts):
             trace_device=cast(Any, trace_device) if measures and run.device.type != "cpu" else None,
             delayed_parameter_initialization=run.config.delayed_parameter_initialization or _has_meta(module),
         )
+        restore_left(module)
         self.module = module
         self._overlaps = overlapping_allreduce
         self._passes = backward_passes_per_step
@@ -333,8 +335,17 @@ class DistributedModel(LocalParts):
         self.module.cpu()
         return self
 
+    def leave(self) -> None:
+        """End the wrapper. A module that is spread stays so, until it is wrapped again."""
+        is_spread = self._engine.is_spread
+        self._engine.detach(failed=True)  # skips restoring the values, which takes memory
+        if is_spread:
+            leave_spread(self.module, self._engine)
+        else:
+            self._engine.close()
+
     def close(self) -> None:
-        """End the engine; the module stays as it is."""
+        """End the engine at the end of the process."""
         self._engine.close()
 
 

@@ -138,12 +138,15 @@ class RunState:
             "as an argument, or wrap a module that holds all of them."
         )
 
-    def close(self) -> None:
-        """Close the engines of all models, and drop the process groups."""
+    def close(self, *, at_exit: bool = False) -> None:
+        """Leave all models, or close their engines at the end of the process, and drop the process groups."""
         for end in self.at_end:
             end()
         for model in self.models:
-            model.close()
+            if at_exit:
+                model.close()
+            else:
+                model.leave()
         self.models.clear()
         self.optimizers.clear()
         self._groups.clear()
@@ -153,7 +156,7 @@ class RunState:
         if hasattr(sys, "last_value") or not self._groups:
             return
         with contextlib.suppress(Exception):
-            self.close()
+            self.close(at_exit=True)
         if dist.is_initialized():
             dist.destroy_process_group()
 
