@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
-    from smp_strategy.integrations.sagemaker import resume_from_checkpoint as resume_from_checkpoint
-    from smp_strategy.integrations.sagemaker import save_checkpoint as save_checkpoint
+    from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
+    from smp_strategy.integrations.sagemaker.checkpoint_calls import save_checkpoint as save_checkpoint
     from smp_strategy.model.annotations import partition as partition
     from smp_strategy.model.annotations import set_partition as set_partition
     from smp_strategy.model.trace.device_model import Machine as Machine
@@ -76,8 +76,8 @@ _HOME = {
     "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
     "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
-    "resume_from_checkpoint": "smp_strategy.integrations.sagemaker",
-    "save_checkpoint": "smp_strategy.integrations.sagemaker",
+    "resume_from_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
+    "save_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
     "set_activation_checkpointing": "smp_strategy.activations.annotations",
     "set_partition": "smp_strategy.model.annotations",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",

@@ -11,10 +11,11 @@ module does not import torch: Hydra reads it while it composes a configuration.
 
 import dataclasses
 import difflib
+import logging
 import os
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from smp_strategy.config.options import (
     ActivationOptions,
@@ -30,6 +31,7 @@ from smp_strategy.config.options import (
 from smp_strategy.config.parsing import as_dict, as_tuple, one_of, wrong_types
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE
+from smp_strategy.config.sagemaker_options import read_sagemaker, render_sagemaker
 from smp_strategy.config.variables import ALIASES, options_in, resolve_aliases
 from smp_strategy.errors import ConfigError
 
@@ -44,6 +46,8 @@ __all__ = [
 ]
 
 StateDictType = Literal["full", "sharded"]
+
+_LOG: Final = logging.getLogger("smp_strategy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +184,38 @@ class SMPConfig(
         """
         problems: list[str] = []
         return cls._of_known(options_in(environ, option_types(), problems), problems)
+
+    @classmethod
+    def from_sagemaker(
+        cls, given: Mapping[str, Any] | str | os.PathLike[str] | None, *, world_size: int | None = None
+    ) -> Self:
+        """Build a config from a configuration of SageMaker's library, with its defaults; ``SMP_*`` variables win.
+
+        What it maps to, and what has no effect here, goes to the log ``smp_strategy``.
+
+        Args:
+            given: ``distribution`` of an estimator, its ``parameters`` (of version 1 or 2), or a JSON file's path.
+            world_size: number of ranks, if the launcher has not said it yet (``hybrid_shard_degree=0``).
+
+        Raises:
+            ConfigError: unknown parameters, contradictions, and every other mistake, together.
+        """
+        read = read_sagemaker(given, world_size=world_size)
+        config = cls.from_sagemaker_options(read.options)
+        for line in (*read.notes, render_sagemaker(read.options)):
+            _LOG.info(line)
+        return config
+
+    @classmethod
+    def from_sagemaker_options(cls, options: Mapping[str, Any]) -> Self:
+        """Build a config from translated options of SageMaker's library; ``SMP_*`` variables win.
+
+        Raises:
+            ConfigError: unknown names, and every other mistake, together.
+        """
+        problems: list[str] = []
+        merged = {**resolve_aliases(options, problems), **options_in(os.environ, option_types(), problems)}
+        return cls._of_known(merged, problems)
 
     @classmethod
     def _of_known(cls, merged: Mapping[str, Any], problems: list[str]) -> Self:

@@ -1,4 +1,4 @@
-"""Words of the door that the user came through: Lightning's calls, or Accelerate's, in errors of the parts below.
+"""Words of the door that the user came through: calls of Lightning, Accelerate or SageMaker, in errors.
 
 Parts that refuse something (a weight on another stage, a gradient in shards) do not know who has built them, but must
 name the remedy as the user would write it. The integration says its words when a run begins; they belong to the process
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["OF_ACCELERATE", "OF_LIGHTNING", "DoorWords", "door_words", "speak"]
+__all__ = ["OF_ACCELERATE", "OF_LIGHTNING", "OF_SAGEMAKER", "DoorWords", "door_words", "speak"]
 
 
 @final
@@ -56,6 +56,16 @@ OF_ACCELERATE: Final = DoorWords(
     on_one_saves="`if accelerator.is_main_process: accelerator.save_state()`",
     tell="`accelerator.log` or `accelerator.print`",
     clip="`accelerator.clip_grad_norm_`",
+)
+OF_SAGEMAKER: Final = DoorWords(
+    in_hook="in a function with `@smp.step`",
+    save_model="`smp.save_checkpoint(path, tag, partial=False)` or `model.state_dict()`",
+    save_all="`smp.save_checkpoint`",
+    whole_state=", or `state_dict()` of the optimizer that `smp.DistributedOptimizer` has returned",
+    on_one="if smp.rank() == 0: ",
+    on_one_saves="`if smp.rank() == 0: smp.save_checkpoint(...)`",
+    tell="`StepOutput.reduce_mean()` outside of the step",
+    clip="`optimizer.clip_master_grads`",
 )
 _OF_BOTH: Final = DoorWords(
     in_hook="in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks",

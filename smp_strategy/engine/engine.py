@@ -134,6 +134,12 @@ class Engine:
         return self._calls.are_intercepted
 
     @property
+    def is_tracing(self) -> bool:
+        """Whether code of a step runs dry now."""
+        program = None if self._calls.runtime is None else self._calls.runtime.current.interpreter
+        return program is not None and program.is_survey
+
+    @property
     def layout(self) -> Layout:
         """Decisions on the module: partition, split layers, plans, costs; exists once a module is attached."""
         return self._parts.layout

@@ -6,6 +6,6 @@ In reading order::
     accelerate/     SMPPlugin for Accelerate, its launcher, and the Hugging Face Trainer
     pretrained.py   from_pretrained of Hugging Face under delayed initialisation
     hydra/          config group ``smp``: resolvers and recipes
-    sagemaker.py    save_checkpoint and resume_from_checkpoint, as in SageMaker's library
+    sagemaker/      SageMaker's model parallel library; ``smp_strategy.smp`` exports it
     data/           resumable data loaders, for Lightning and Accelerate
 """

@@ -1,6 +1,7 @@
 """The Hydra groups: in the examples, in an application of a user, and on several ranks."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,19 @@ def test_every_layout_composes_with_every_model(compose, smp, rest):
     OmegaConf.resolve(config.trainer)
     OmegaConf.resolve(config.data)
     assert config.model._target_
+
+
+def test_a_file_of_sagemakers_library_is_a_layout(compose, tmp_path):
+    file = tmp_path / "parameters.json"
+    file.write_text(json.dumps({"partitions": 2, "microbatches": 4, "ddp": True}))
+    config = compose("smp=sagemaker", f"smp.file={file}", "smp.active_microbatches=3")
+    OmegaConf.resolve(config.trainer)
+    OmegaConf.resolve(config.smp)
+    assert config.trainer.devices == 2
+    assert (config.smp.pipeline_parallel_degree, config.smp.microbatches, config.smp.optimize) == (2, 4, "memory")
+    strategy = hydra.utils.instantiate(config.smp)
+    assert strategy.config.active_microbatches == 3
+    assert strategy.config.microbatches == 4
 
 
 @pytest.mark.parametrize("rest", [[], ["model=gpt2_hf"], ["model=vit_hf", "data=digits"]], ids=" ".join)

@@ -7,6 +7,7 @@ enough, because Hydra finds ``hydra_plugins.smp_strategy``, which names the two 
 ``smp=pp2``           a documented file of the group ``smp`` (``configs/smp`` in the repository)
 ``smp=pp4_zbv_mb16``  any other recipe: :class:`RecipeSource` parses the options from the name
 ``smp=base``          the schema: every option of :class:`~smp_strategy.config.config.SMPConfig`, typed, with default
+``smp=sagemaker``     a JSON file of SageMaker's library: ``smp.file=parameters.json``
 ``smp_rundir=shared`` one run directory for all ranks, also under ``torchrun``
 ``trainer=smp``       the application's own ``trainer/default.yaml`` with ``strategy: ${smp}``
 ===================== ============================================================================================
@@ -18,9 +19,10 @@ configuration that Hydra saves is complete. Nothing here imports torch while a c
 
 Reading order::
 
-    __init__.py    SMPSearchPathPlugin: adds the groups, recipe names, schema and resolvers to Hydra
-    recipes.py     RecipeSource, a Hydra config source; the typed node made from SMPConfig
-    resolvers.py   ${smp_now:...}, ${smp_rank0:...}: one run directory, ranks and their number in a configuration
+    __init__.py           SMPSearchPathPlugin: adds the groups, recipe names, schema and resolvers to Hydra
+    recipes.py            RecipeSource, a Hydra config source; the typed node made from SMPConfig
+    sagemaker_layout.py   the node of a JSON file of SageMaker's library
+    resolvers.py          ${smp_now:...}, ${smp_rank0:...}: one run directory, ranks and their number in a configuration
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -29,6 +31,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from smp_strategy.integrations.hydra.recipes import RecipeSource, schema
 from smp_strategy.integrations.hydra.resolvers import register_resolvers
+from smp_strategy.integrations.hydra.sagemaker_layout import SAGEMAKER, sagemaker_node
 
 __all__ = ["RecipeSource", "SMPSearchPathPlugin", "register_resolvers", "schema"]
 
@@ -43,5 +46,7 @@ class SMPSearchPathPlugin(SearchPathPlugin):
         """Add all of the above; Hydra may call this any number of times in a process."""
         search_path.append(provider="smp_strategy", path="pkg://smp_strategy.configs")
         search_path.append(provider="smp_strategy", path="smp://")
-        ConfigStore.instance().store(group="smp", name="base", node=schema(), provider="smp_strategy")
+        store = ConfigStore.instance()
+        store.store(group="smp", name="base", node=schema(), provider="smp_strategy")
+        store.store(group="smp", name=SAGEMAKER, node=sagemaker_node(schema), provider="smp_strategy")
         register_resolvers()

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from smp_strategy.config.recipe import named_replicas
 from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.hydra.sagemaker_layout import option_in_file
 
 __all__ = ["agreed_start_time", "divide", "global_rank", "num_ranks", "register_resolvers", "with_rank"]
 
@@ -25,12 +26,13 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def register_resolvers() -> None:
-    """Register the five resolvers with OmegaConf; may be called repeatedly.
+    """Register the six resolvers with OmegaConf; may be called repeatedly.
 
     ``smp_now``         start time of the run in ``strftime`` format, the same on every rank
     ``smp_rank0``       its argument on global rank 0, ``null`` elsewhere
     ``smp_ranksuffix``  its argument, followed by ``_rank1`` and so on on the other ranks
     ``smp_divide``      integer quotient of two numbers; a remainder is an error
+    ``smp_sagemaker``   option in a JSON file of SageMaker's library
     ``smp_num_ranks``   minimum number of ranks of a node of the group ``smp``; ``null`` if it is unspecified
     """
     environ = os.environ
@@ -45,6 +47,7 @@ def register_resolvers() -> None:
     )
     OmegaConf.register_new_resolver("smp_ranksuffix", lambda name: with_rank(name, global_rank(environ)), replace=True)
     OmegaConf.register_new_resolver("smp_divide", divide, replace=True)
+    OmegaConf.register_new_resolver("smp_sagemaker", option_in_file, replace=True)
     OmegaConf.register_new_resolver("smp_num_ranks", lambda node: num_ranks(node, _chosen_layout()), replace=True)
 
 

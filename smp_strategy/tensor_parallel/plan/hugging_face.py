@@ -14,7 +14,7 @@ own is another class, whatever it inherits from.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import nn
 
@@ -112,7 +112,15 @@ _FAMILIES = (
     ),
     _Family("LlamaMLP MistralMLP Qwen2MLP Qwen3MLP GemmaMLP", _GATED),
     _Family("PhiMLP", _FC),
+    # Of this package, under SageMaker's names.
+    _Family(
+        "DistributedAttentionLayer",
+        {"query": _COLUMN, "key": _COLUMN, "value": _COLUMN, "dense": _ROW},
+        "head_size",
+        ("num_heads",),
+    ),
 )
+_OWN: Final = f"{__name__.partition('.')[0]}."
 _BY_CLASS = {name: family for family in _FAMILIES for name in family.classes.split()}
 
 # Vocabulary of the models' own plans.
@@ -136,7 +144,7 @@ def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
     bonds = _bonds(modules)
     for name, module in modules.items():
         family = _BY_CLASS.get(_class_of_forward(module))
-        if family is not None and is_from_transformers(module):
+        if family is not None and (is_from_transformers(module) or type(module).__module__.startswith(_OWN)):
             yield _block(name, module, family, bonds.get(name))
     for name, module in modules.items():
         plan = {**_plan_of_base(module), **_plan_of_class(module)}

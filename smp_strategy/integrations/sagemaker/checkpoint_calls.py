@@ -17,7 +17,7 @@ process runs (:mod:`smp_strategy.engine.active_engines`).
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -34,12 +34,17 @@ from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.active_engines import attached
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError
+from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
+
+if TYPE_CHECKING:
+    from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["resume_from_checkpoint", "save_checkpoint"]
 
 # Keys of the engine's own state and of the user's content in a partial checkpoint.
 _ENGINE: Final = "smp_strategy"
 _CONTENT: Final = "user_content"
+_SCALE: Final = "loss_scale"
 
 _WRITERS: Final[WeakKeyDictionary[Engine, ShardedWriter]] = WeakKeyDictionary()
 
@@ -163,8 +168,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         for number, each in enumerate(optimizers if load_optimizer else ()):
             source = stored if load_sharded_optimizer_state else _WithoutState(stored)
             engine.saved.load_stored_optimizer(source, number, each)
-        if _ENGINE in rest:
-            engine.saved.load_state(rest[_ENGINE])
+        _load_counters(engine, rest, scales=load_optimizer)
         return rest.get(_CONTENT)
 
 
@@ -173,9 +177,24 @@ def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: Tagge
         _WRITERS[engine] = ShardedWriter(lambda mesh=engine.mesh: mesh.saving_group("calls"))  # type: ignore[misc]
     prepared = _WRITERS[engine].prepare(engine.saved.held_state(optimizers), copy=False)
     own = engine.saved.state_dict()
-    rest = {_ENGINE: own, _CONTENT: content}
+    rest = {_ENGINE: own, _CONTENT: content, _SCALE: [each.scaler_state_dict() for each in _wrapped(engine)]}
     note = {"layout": engine.mesh.shape.degrees, "global_step": own["num_steps"], "tag": folder.tag}
     prepared.write(folder.partial, rest=rest, note=note)
+
+
+def _wrapped(engine: Engine) -> list["DistributedOptimizer"]:
+    """Optimizers of ``smp.DistributedOptimizer``, which have a loss scale of their own."""
+    return [each for each in current_run().optimizers if each.model.engine is engine] if is_initialized() else []
+
+
+def _load_counters(engine: Engine, rest: Mapping[str, Any], *, scales: bool) -> None:
+    """Load the counters of the engine's random streams and, if asked for, loss scales."""
+    if _ENGINE in rest:
+        engine.saved.load_state(rest[_ENGINE])
+    found = rest.get(_SCALE, ()) if scales else ()
+    if len(found) == len(_wrapped(engine)):  # else they are of another door
+        for each, scale in zip(_wrapped(engine), found, strict=True):
+            each.load_scaler_state_dict(scale)
 
 
 def _save_full(state: StateDict, folder: TaggedFolder, content: Any) -> None:
@@ -237,8 +256,8 @@ def _engine_of(model: nn.Module | None) -> Engine:
         names = ", ".join(sorted(type(engine.module).__name__ for engine in found)) or "none"
         raise ConfigError(
             f"It is not clear which model is meant: {len(found)} of this process are spread over the ranks ({names}). "
-            "Give it as `model=...`, after `accelerator.prepare`, or in a hook that Lightning calls once the strategy "
-            "is set up, `on_fit_start` for instance."
+            "Give it as `model=...`, after `accelerator.prepare` or `smp.DistributedModel`, or in a hook that "
+            "Lightning calls once the strategy is set up, `on_fit_start` for instance."
         )
     for bare in _unwrapped(model):
         found = [engine for engine in engines if engine.module is bare]

@@ -1,0 +1,367 @@
+"""``smp.DistributedModel``: a module that an engine runs, with the methods of SageMaker's wrapper."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.integrations.accelerate.model_outputs import pack
+from smp_strategy.integrations.sagemaker import comm_hooks
+from smp_strategy.integrations.sagemaker.model_parts import LocalParts
+from smp_strategy.integrations.sagemaker.model_state import full_model_state, load_model_state, local_model_state
+from smp_strategy.integrations.sagemaker.own_outputs import own_outputs
+from smp_strategy.integrations.sagemaker.run_state import current_run
+from smp_strategy.integrations.sagemaker.same_batches import SameBatches
+from smp_strategy.integrations.sagemaker.step_function import (
+    StepValue,
+    has_gradients,
+    losses_of_microbatch,
+    note_losses,
+)
+from smp_strategy.integrations.sagemaker.step_inputs import StepInputs
+from smp_strategy.integrations.sagemaker.step_output import over_microbatches
+
+__all__ = ["DistributedModel"]
+
+Hook = Callable[[Any, Any], Any]
+_OUTSIDE: Final = (
+    "The model is called with gradients outside of a function with `@smp.step`: put the call, its loss and "
+    "`model.backward(loss)` into such a function, or call the model under `torch.no_grad()`."
+)
+
+
+@final
+class HookHandle:
+    """Handle that takes a hook away.
+
+    Args:
+        hooks: the registered hooks.
+        hook: the one of this handle.
+    """
+
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks = hooks
+        self._hook = hook
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class DistributedModel(LocalParts):
+    """A model whose calls in functions with ``@smp.step`` run over the ranks.
+
+    Partition and placement happen in the first step, as in SageMaker's library if it has a pipeline. The module itself
+    stays the same object, with the same names.
+
+    Args:
+        module: the model, whole on every rank, or on the meta device under ``smp.delay_param_initialization``.
+        trace_device: ``gpu`` or ``cpu``: where costs are measured, if they are.
+        trace_execution_times: measure execution times instead of modelling them.
+        overlapping_allreduce: average gradients over replicas while backward runs.
+        backward_passes_per_step: number of steps after which gradients are averaged over replicas.
+        average_grads_across_microbatches: whether the loss of a batch is the mean of those of its microbatches, and
+            not their sum.
+        bucket_cap_mb: accepted; buckets are the library's.
+        trace_memory_usage: measure memory instead of modelling it.
+        broadcast_buffers: whether replicas follow the buffers of the first one.
+        gradient_as_bucket_view: accepted.
+        find_unused_parameters: accepted; unused parameters need no search.
+    """
+
+    def __init__(  # noqa: PLR0913  # SageMaker's
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        run = current_run()
+        if isinstance(module, DistributedModel):
+            raise SMPError("The module is a `smp.DistributedModel` already. Wrap the model once.")
+        if bucket_cap_mb != 25:
+            run.note("`bucket_cap_mb` has no effect: gradients are averaged in buckets of the library.")
+        measures = trace_execution_times or trace_memory_usage or run.config.trace_execution_times
+        config = dataclasses.replace(
+            run.config,
+            broadcast_buffers=broadcast_buffers,
+            trace_execution_times=trace_execution_times or run.config.trace_execution_times,
+            trace_memory_usage=trace_memory_usage,
+            trace_device=cast(Any, trace_device) if measures and run.device.type != "cpu" else None,
+            delayed_parameter_initialization=run.config.delayed_parameter_initialization or _has_meta(module),
+        )
+        restore_left(module)
+        self.module = module
+        self._overlaps = overlapping_allreduce
+        self._passes = backward_passes_per_step
+        self._averages = average_grads_across_microbatches
+        self._num_passes = 0
+        self._kinds: dict[Any, tuple[int, bool]] = {}
+        self._post_partition: list[Hook] = []
+        self._post_step: list[Hook] = []
+        self._was_told = False
+        self._same_batches = SameBatches(run)
+        # Meta tensors get their values later, on their own stage.
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
+        self._start(config)
+        run.models.append(self)
+
+    def _start(self, config: SMPConfig) -> None:
+        run = current_run()
+        self._engine = Engine(config, report=run.report, device=run.device)
+        self._engine.attach(self.module)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the module."""
+        return self._engine
+
+    # Calls
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module: in a step, or outside of it without gradients, which is a step of its own."""
+        if losses_of_microbatch() is not None:
+            return self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
+            raise UnsupportedError(_OUTSIDE)
+        if not self._engine.is_spread:
+            return self.module(*args, **kwargs)
+        step = self._engine.eval_step(lambda _: self.module(*args, **kwargs), None, kind="outside", is_joint=True)
+        return step.outputs[0]
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """In a step: run backward from ``tensors``, as ``torch.autograd.backward`` does.
+
+        It runs when the schedule says so, at the end of the step at the latest.
+
+        Args:
+            tensors: the loss, or several tensors.
+            grad_tensors: gradients of tensors with several elements.
+        """
+        losses = losses_of_microbatch()
+        if losses is None:
+            raise UnsupportedError("`model.backward` is called outside of a function with `@smp.step`. Call it inside.")
+        losses.add(tensors, grad_tensors)
+
+    def run_step(self, function: Callable[..., Any], inputs: StepInputs) -> Any:
+        """Run ``function`` with each microbatch. Collective."""
+        if not self._engine.is_attached:
+            self._engine.attach(self.module, self._engine.optimizers)
+        inputs.batch = self._same_batches.of(inputs.batch)
+        is_first = self._engine.partition is None
+        number, trains = self._kind_of(function, inputs)
+        was_announced = is_first and self._engine.partition is not None
+        if was_announced:
+            self._after_partition()
+        if trains:
+            outputs, sizes = self._train(function, inputs)
+        else:
+            step = _sendable(note_losses(function, inputs, may_note=False))
+            result = self._engine.eval_step(step, inputs.batch, kind=f"evaluation {number}")
+            outputs, sizes = result.outputs, result.sizes
+        if is_first and not was_announced:
+            self._after_partition()
+        for hook in list(self._post_step):
+            hook(self, self._optimizer)
+        results, sizes = own_outputs([output.result for output in outputs], sizes, inputs.batch, self._engine)
+        return over_microbatches(results, sizes)
+
+    def _kind_of(self, function: Callable[..., Any], inputs: StepInputs) -> tuple[int, bool]:
+        """Number of the kind of a step, and whether it runs backward; found by a dry run. Collective."""
+        with_gradients = torch.is_grad_enabled()
+        trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        key = (function, with_gradients, self.module.training, trained, inputs.described())
+        if key in self._kinds and self._engine.partition is not None:
+            return self._kinds[key]
+        trains = with_gradients and trained
+        if trains or (self._post_partition and self._engine.partition is None):
+            found: list[bool] = []
+            step = _sendable(note_losses(function, inputs, may_note=True))
+
+            def looked_at(microbatch: Any) -> StepValue:
+                value = step(microbatch)
+                found.append(value.loss is not None and value.loss.requires_grad)
+                return value
+
+            for _ in range(2):  # the first one may skip the dry run, for instance if the partition is given
+                if not found:
+                    self._engine.look(looked_at, inputs.batch, loss_of=_loss_of)
+            # A function that reads values cannot run dry.
+            trains = trains and (found[-1] if found else True)
+        return self._kinds.setdefault(key, (len(self._kinds), trains))
+
+    def _train(self, function: Callable[..., Any], inputs: StepInputs) -> tuple[Sequence[StepValue], Sequence[int]]:
+        optimizer = self._optimizer
+        factor = 1.0 if optimizer is None else optimizer.scale_of_backward()
+        self._num_passes += 1
+        reduces = self._num_passes % self._passes == 0
+        is_known = self._engine.partition is not None
+        parameters = self._engine.local_model.parameters if is_known else list(self.module.parameters())
+        result = self._engine.train_step(
+            _sendable(note_losses(function, inputs, may_note=True)),
+            inputs.batch,
+            loss_of=_loss_of,
+            factor=factor,
+            continues=has_gradients(parameters),
+            reduces=reduces and self._overlaps,
+            sums=not self._averages,
+        )
+        if result.loss is not None:
+            result.commit(result.loss.new_tensor(factor), reduce=reduces)
+        return result.outputs, result.sizes
+
+    @property
+    def _optimizer(self) -> Any:
+        """The latest optimizer of this model, wrapped."""
+        own = [each for each in current_run().optimizers if each.model is self]
+        return own[-1] if own else None
+
+    # Partition
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model is partitioned, which the first step does."""
+        return self._engine.partition is not None
+
+    def _after_partition(self) -> None:
+        run = current_run()
+        if self._engine.is_spread and not self._was_told:
+            self._was_told = True
+            run.note(
+                "After training `model.module` has only this rank's part of the values. To save all of them call, on "
+                "all ranks, `smp.save_checkpoint(path, tag, partial=False)`, `model.state_dict()`, or `model.cpu()`, "
+                "after which `model.module` is whole on every rank."
+            )
+        for hook in list(self._post_partition):
+            hook(self, self._optimizer)
+
+    def register_post_partition_hook(self, hook: Hook) -> HookHandle:
+        """Call ``hook(model, optimizer)`` when the model is partitioned, before its first forward."""
+        self._post_partition.append(hook)
+        return HookHandle(self._post_partition, hook)
+
+    def register_post_step_hook(self, hook: Hook) -> HookHandle:
+        """Call ``hook(model, optimizer)`` after each step."""
+        self._post_step.append(hook)
+        return HookHandle(self._post_step, hook)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Take over a communication hook of PyTorch's DistributedDataParallel, before the first step.
+
+        Raises:
+            UnsupportedError: a hook of the user's own, or after the first step.
+        """
+        config = comm_hooks.options_for(hook, self._engine.config)
+        if self.partitioned:
+            raise UnsupportedError("`register_comm_hook` is called after the first step. Call it before.")
+        if config != self._engine.config:
+            optimizers = self._engine.optimizers
+            self._engine.detach()
+            self._engine.close()
+            self._start(config)
+            self._engine.attach(self.module, optimizers)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Context of a loop over batches, of which all replicas must have the same number.
+
+        A replica that has fewer is an error on all ranks, and no hang.
+        """
+        if current_run().shape.dp > 1:
+            current_run().note(
+                "`model.join()` has no effect: all replicas need the same number of batches (DistributedSampler pads)."
+            )
+        yield
+
+    # Values
+
+    def get_module(self) -> nn.Module:
+        """The module."""
+        return self.module
+
+    def state_dict(self, gather_to_rank0: bool = False) -> "OrderedDict[str, Any]":  # type: ignore[override]
+        """State dict of the whole module. Collective over the ranks of a replica; if it is sharded, over all.
+
+        Args:
+            gather_to_rank0: only the first of these ranks gets it, the others an empty dict.
+        """
+        return full_model_state(self, on_first_only=gather_to_rank0)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """State dict of this rank's part, with a key ``_smp_is_partial``."""
+        return local_model_state(self)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> None:
+        """Load a state dict of the whole module, or this rank's part of one. The latter is collective.
+
+        Args:
+            state_dict: of :meth:`state_dict`, of the plain module, or of :meth:`local_state_dict`.
+            strict: whether names must match.
+            same_partition_load: accepted; each rank takes its part in any case.
+        """
+        load_model_state(self, state_dict, strict=strict)
+
+    def cpu(self) -> "DistributedModel":
+        """Make the module whole on every rank, on the host. Collective. The next step partitions it as before."""
+        self._engine.restore_everywhere()
+        self._engine.detach()
+        self.module.cpu()
+        return self
+
+    def leave(self) -> None:
+        """End the wrapper. A module that is spread stays so, until it is wrapped again."""
+        is_spread = self._engine.is_spread
+        self._engine.detach(failed=True)  # skips restoring the values, which takes memory
+        if is_spread:
+            leave_spread(self.module, self._engine)
+        else:
+            self._engine.close()
+
+    def close(self) -> None:
+        """End the engine at the end of the process."""
+        self._engine.close()
+
+
+def _sendable(step: Callable[[Any], StepValue]) -> Callable[[Any], StepValue]:
+    """``step``, whose result has placeholders for objects that cannot be sent to all ranks."""
+
+    def run(microbatch: Any) -> StepValue:
+        value = step(microbatch)
+        return StepValue(pack(value.result).result, value.loss)
+
+    return run
+
+
+def _loss_of(value: StepValue) -> Tensor | None:
+    return value.loss
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())

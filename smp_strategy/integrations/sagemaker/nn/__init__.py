@@ -1,0 +1,38 @@
+"""``smp.nn``: layers under SageMaker's names, as ordinary modules. The library splits them like any other.
+
+In reading order::
+
+    distributed_layers.py   DistributedLinear, DistributedEmbedding, FusedLayerNorm
+    attention_layers.py     DistributedAttentionLayer, FlashAttentionLayer
+    transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead
+    huggingface.py          translations of state dicts, which change nothing
+
+Sizes are those of the whole layer. Parameters keep their whole names and shapes in all state dicts.
+"""
+
+from smp_strategy.integrations.sagemaker.nn import huggingface
+from smp_strategy.integrations.sagemaker.nn.attention_layers import DistributedAttentionLayer, FlashAttentionLayer
+from smp_strategy.integrations.sagemaker.nn.distributed_layers import (
+    DistributedEmbedding,
+    DistributedLinear,
+    FusedLayerNorm,
+)
+from smp_strategy.integrations.sagemaker.nn.transformer_layers import (
+    DistributedTransformer,
+    DistributedTransformerLayer,
+    DistributedTransformerLMHead,
+    DistributedTransformerOutputLayer,
+)
+
+__all__ = [
+    "DistributedAttentionLayer",
+    "DistributedEmbedding",
+    "DistributedLinear",
+    "DistributedTransformer",
+    "DistributedTransformerLMHead",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "FlashAttentionLayer",
+    "FusedLayerNorm",
+    "huggingface",
+]

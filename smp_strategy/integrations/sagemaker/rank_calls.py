@@ -1,0 +1,302 @@
+"""Ranks and groups under SageMaker's names, and messages of picklable objects between ranks.
+
+A rank of a group is the index in the ascending list of its members. With R replicas, P stages and T ranks that split
+layers between them, of N ranks in all::
+
+    WORLD  N ranks       MP   P x T ranks of a replica        DP   R x T ranks with the same stage
+                         PP   P stages of a replica           RDP  R ranks with the same part of the same stage
+                         TP   T ranks of a stage
+
+so mp x rdp = pp x dp = N. As everywhere in this package the last stage is on the lowest rank: partition ``i`` is on
+``pp_rank`` P - 1 - i.
+
+:func:`broadcast` is a message to each other rank of the group, which :func:`recv_from` receives.
+"""
+
+import os
+from enum import Enum
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.sagemaker.run_state import current_run
+
+__all__ = [
+    "CommGroup",
+    "RankType",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "local_rank",
+    "local_size",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "send",
+    "size",
+    "tp_rank",
+    "tp_size",
+]
+
+
+class CommGroup(Enum):
+    """Groups of ranks."""
+
+    WORLD = "world"
+    """All ranks."""
+    MP_GROUP = "mp"
+    """Ranks of a replica."""
+    DP_GROUP = "dp"
+    """Ranks with the same stage."""
+    PP_GROUP = "pp"
+    """Stages of a replica, of ranks with the same parts of split layers."""
+    TP_GROUP = "tp"
+    """Ranks that split the layers of a stage between them."""
+    RDP_GROUP = "rdp"
+    """Ranks with the same part of the same stage."""
+
+
+class RankType(Enum):
+    """Meaning of a rank's number."""
+
+    WORLD_RANK = "world"
+    MP_RANK = "mp"
+    DP_RANK = "dp"
+    PP_RANK = "pp"
+    TP_RANK = "tp"
+    RDP_RANK = "rdp"
+
+
+# Places
+
+
+def _members(kind: str) -> list[int]:
+    """Global ranks of this rank's group of a ``kind``."""
+    return current_run().members(kind)
+
+
+def _rank_in(kind: str) -> int:
+    return _members(kind).index(current_run().rank)
+
+
+def rank() -> int:
+    """Global rank of this process."""
+    return current_run().rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return current_run().shape.world_size
+
+
+def local_rank() -> int:
+    """Rank of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", current_run().rank))
+
+
+def local_size() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", current_run().shape.world_size))
+
+
+def pp_rank() -> int:
+    """Rank among the stages of a replica; partition ``i`` is on ``pp_size() - 1 - i``."""
+    return _rank_in("pp")
+
+
+def pp_size() -> int:
+    """Number of stages."""
+    return len(_members("pp"))
+
+
+def tp_rank() -> int:
+    """Rank among those that split layers between them."""
+    return _rank_in("tp")
+
+
+def tp_size() -> int:
+    """Number of ranks that split layers between them."""
+    return len(_members("tp"))
+
+
+def rdp_rank() -> int:
+    """Rank among those with the same part of the same stage: the number of the replica."""
+    return _rank_in("rdp")
+
+
+def rdp_size() -> int:
+    """Number of replicas."""
+    return len(_members("rdp"))
+
+
+def dp_rank() -> int:
+    """Rank among those with the same stage."""
+    return _rank_in("dp")
+
+
+def dp_size() -> int:
+    """Number of ranks with the same stage."""
+    return len(_members("dp"))
+
+
+def mp_rank() -> int:
+    """Rank in the replica."""
+    return _rank_in("mp")
+
+
+def mp_size() -> int:
+    """Number of ranks of a replica."""
+    return len(_members("mp"))
+
+
+# Groups
+
+
+def get_world_process_group() -> dist.ProcessGroup:
+    """Process group of all ranks."""
+    return current_run().process_group("world")
+
+
+def get_pp_process_group() -> dist.ProcessGroup:
+    """Process group of the stages of this replica."""
+    return current_run().process_group("pp")
+
+
+def get_tp_process_group() -> dist.ProcessGroup:
+    """Process group of the ranks that split layers with this one."""
+    return current_run().process_group("tp")
+
+
+def get_rdp_process_group() -> dist.ProcessGroup:
+    """Process group of the ranks with the same part of the same stage."""
+    return current_run().process_group("rdp")
+
+
+def get_dp_process_group() -> dist.ProcessGroup:
+    """Process group of the ranks with the same stage."""
+    return current_run().process_group("dp")
+
+
+def get_mp_process_group() -> dist.ProcessGroup:
+    """Process group of the ranks of this replica."""
+    return current_run().process_group("mp")
+
+
+def get_pp_group() -> list[int]:
+    """Global ranks of the stages of this replica."""
+    return _members("pp")
+
+
+def get_tp_group() -> list[int]:
+    """Global ranks of those that split layers with this one."""
+    return _members("tp")
+
+
+def get_rdp_group() -> list[int]:
+    """Global ranks of those with the same part of the same stage."""
+    return _members("rdp")
+
+
+def get_dp_group() -> list[int]:
+    """Global ranks of those with the same stage."""
+    return _members("dp")
+
+
+def get_mp_group() -> list[int]:
+    """Global ranks of this replica."""
+    return _members("mp")
+
+
+# Messages
+
+
+def broadcast(obj: Any, group: CommGroup) -> None:
+    """Send a picklable object to the other ranks of ``group``, each of which calls :func:`recv_from`."""
+    kind = _checked(group, CommGroup).value
+    for member in _members(kind):
+        if member != current_run().rank:
+            collectives.send_object(obj, member, _MESSAGE)
+
+
+def send(obj: Any, dest: int, rank_type: RankType) -> None:
+    """Send a picklable object to a rank.
+
+    Args:
+        obj: Object.
+        dest: Rank of the receiver.
+        rank_type: Group in which ``dest`` counts.
+    """
+    collectives.send_object(obj, _global(dest, rank_type), _MESSAGE)
+
+
+def recv_from(src: int, rank_type: RankType) -> Any:
+    """Receive an object from a rank that calls :func:`send` or :func:`broadcast`.
+
+    Args:
+        src: Rank of the sender.
+        rank_type: Group in which ``src`` counts.
+    """
+    return collectives.receive_object(_global(src, rank_type), _MESSAGE)
+
+
+def allgather(obj: Any, group: CommGroup) -> list[Any]:
+    """All-gather a picklable object of each rank of ``group``, in the order of the ranks. Collective."""
+    kind = _checked(group, CommGroup).value
+    return collectives.gather_objects(obj, "`smp.allgather`", current_run().process_group(kind))
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Wait for all ranks of ``group``."""
+    kind = _checked(group, CommGroup).value
+    collectives.barrier("`smp.barrier`", current_run().process_group(kind))
+
+
+def dp_barrier() -> None:
+    """Wait for the ranks with the same stage."""
+    barrier(CommGroup.DP_GROUP)
+
+
+def mp_barrier() -> None:
+    """Wait for the ranks of this replica."""
+    barrier(CommGroup.MP_GROUP)
+
+
+_MESSAGE: Final = "a message of `smp.send` or `smp.broadcast`"
+
+
+def _global(number: int, rank_type: RankType) -> int:
+    members = _members(_checked(rank_type, RankType).value)
+    if not 0 <= number < len(members):
+        raise ConfigError(f"There is no {rank_type.name} {number}: the group has {len(members)} ranks.")
+    if members[number] == current_run().rank:
+        raise ConfigError(f"{rank_type.name} {number} is this rank itself, which needs no message.")
+    return members[number]
+
+
+def _checked(given: Any, kind: Any) -> Any:
+    if not isinstance(given, kind):
+        names = ", ".join(f"smp.{each.name}" for each in kind)
+        raise ConfigError(f"It must be one of {names}, but is {given!r}.")
+    return given

@@ -1,0 +1,234 @@
+"""State of a script with SageMaker's functions: options, place of this rank, models and optimizers.
+
+SageMaker's functions have no object that they belong to, so the process has one run, which ``smp.init`` begins. It is
+kept in this file, and nowhere else in the package.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
+from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
+from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.distributed.topology import find_node_size
+from smp_strategy.errors import SMPError
+from smp_strategy.model.trace.pytree import flatten
+
+if TYPE_CHECKING:
+    from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
+    from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
+
+__all__ = ["RunState", "begin_current", "current_run", "end_current", "is_initialized", "state"]
+
+_AXES: Final[Mapping[str, tuple[str, ...]]] = {
+    "mp": ("pp", "tp"),
+    "dp": ("dp_replicate", "dp_shard", "tp"),
+    "pp": ("pp",),
+    "tp": ("tp",),
+    "rdp": ("dp_replicate", "dp_shard"),
+}
+
+
+@final
+class RunState:
+    """Options, place of this rank, models and optimizers of a script.
+
+    The default process group must exist. Collective.
+
+    Args:
+        given: configuration of SageMaker's library.
+        device: compute device of this rank.
+
+    Attributes:
+        parameters: SageMaker's parameters as given.
+        config: the options.
+        device: as given.
+        rank: global rank of this process.
+        shape: degrees and rank order.
+        delays: whether models that are being created get their values later.
+        models: models that are wrapped.
+        optimizers: optimizers that are wrapped.
+        noted: notes that were given already.
+        at_end: called when the run ends.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks.
+    """
+
+    def __init__(self, given: SageMakerConfig, device: torch.device) -> None:
+        self.parameters = given.parameters
+        self.config = SMPConfig.from_sagemaker_options(given.options)
+        self.device = device
+        self.rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        pp, dp_shard = self.config.pipeline_parallel_degree or 1, self.config.sharded_data_parallel_degree
+        tp = self.config.tensor_parallel_degree
+        self.config.check(pp)
+        check_degree(pp, world_size, dp_shard=dp_shard, tp=tp)
+        self.shape = MeshShape.of_world(
+            world_size,
+            pp=pp,
+            dp_shard=dp_shard,
+            tp=tp,
+            placement=self.config.placement_strategy,
+            node_size=find_node_size(dp_shard),
+        )
+        self.delays = False
+        self.models: list[DistributedModel] = []
+        self.optimizers: list[DistributedOptimizer] = []
+        self.noted: set[str] = set()
+        self.at_end: list[Callable[[], None]] = []
+        self._groups = self._made_groups()
+        for line in (*given.notes, render_sagemaker(given.options)):
+            self.report(line)
+        call_at_exit(self._leave)
+
+    def _made_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Process groups, one for each set of ranks. Collective."""
+        world = dist.group.WORLD
+        assert world is not None
+        found: dict[str, dist.ProcessGroup] = {"world": world}
+        known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        for kind, axes in _AXES.items():
+            groups = [sorted(each) for each in self.shape.groups(*axes)]
+            key = tuple(map(tuple, groups))
+            if key not in known:
+                known[key] = dist.new_subgroups_by_enumeration(groups)[0]
+            found[kind] = known[key]
+        return found
+
+    def members(self, kind: str) -> list[int]:
+        """Global ranks of this rank's group, ascending."""
+        if kind == "world":
+            return list(range(self.shape.world_size))
+        return sorted(self.shape.group(self.rank, *_AXES[kind]))
+
+    def process_group(self, kind: str) -> dist.ProcessGroup:
+        """Process group of this rank."""
+        return self._groups[kind]
+
+    def report(self, text: str) -> None:
+        """Print ``text``, on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Report ``text``, unless it was reported before."""
+        if text not in self.noted:
+            self.noted.add(text)
+            self.report(text)
+
+    def model_in(self, arguments: Any) -> "DistributedModel":
+        """Model among ``arguments`` of a step, or the only one of the script."""
+        known = {id(model): model for model in self.models}
+        found = {id(leaf): known[id(leaf)] for leaf in _leaves(arguments) if id(leaf) in known}
+        candidates = list(found.values()) or self.models
+        if len(candidates) == 1:
+            return candidates[0]
+        if not candidates:
+            raise SMPError("There is no model yet: wrap it, `model = smp.DistributedModel(model)`, before the step.")
+        raise SMPError(
+            f"A function with `@smp.step` runs one model, but {len(candidates)} are meant: give the one that it calls "
+            "as an argument, or wrap a module that holds all of them."
+        )
+
+    def close(self, *, at_exit: bool = False) -> None:
+        """Leave all models, or close their engines at the end of the process, and drop the process groups."""
+        for end in self.at_end:
+            end()
+        for model in self.models:
+            if at_exit:
+                model.close()
+            else:
+                model.leave()
+        self.models.clear()
+        self.optimizers.clear()
+        self._groups.clear()
+
+    def _leave(self) -> None:
+        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+        if hasattr(sys, "last_value") or not self._groups:
+            return
+        with contextlib.suppress(Exception):
+            self.close(at_exit=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _leaves(arguments: Any) -> Iterable[Any]:
+    return flatten(arguments)[0]
+
+
+class _Current:
+    """Holder of the process's run."""
+
+    def __init__(self) -> None:
+        self.run: RunState | None = None
+
+
+_CURRENT: Final = _Current()
+
+
+def current_run() -> RunState:
+    """The run that ``smp.init`` has begun."""
+    if _CURRENT.run is None:
+        raise SMPError("Call `smp.init()` first, before any other function of `smp`.")
+    return _CURRENT.run
+
+
+def begin_current(run: RunState) -> None:
+    """Make ``run`` the run of the process."""
+    _CURRENT.run = run
+
+
+def end_current() -> None:
+    """End the run of the process."""
+    if _CURRENT.run is not None:
+        _CURRENT.run.close()
+    _CURRENT.run = None
+
+
+def is_initialized() -> bool:
+    """Whether ``smp.init`` has been called."""
+    return _CURRENT.run is not None
+
+
+class _Resolved:
+    """SageMaker's parameters under their names: as given, or this package's option."""
+
+    def __getattr__(self, name: str) -> Any:
+        run = current_run()
+        if name == "partitions":
+            name = "pipeline_parallel_degree"
+        if hasattr(run.config, name):
+            return getattr(run.config, name)
+        if name in run.parameters:
+            return run.parameters[name]
+        if name in ("ddp", "horovod", "deterministic_server", "static_mode", "fast_mode", "use_times"):
+            return False
+        raise AttributeError(f"`smp.state.cfg` has no parameter `{name}`.")
+
+
+class _StateOfRun:
+    """State of the run, as SageMaker's scripts read it."""
+
+    cfg: Final = _Resolved()
+
+    @property
+    def model(self) -> "DistributedModel | None":
+        """The latest model."""
+        return current_run().models[-1] if current_run().models else None
+
+    @property
+    def optimizer(self) -> "DistributedOptimizer | None":
+        """The latest optimizer."""
+        return current_run().optimizers[-1] if current_run().optimizers else None
+
+
+state: Final = _StateOfRun()

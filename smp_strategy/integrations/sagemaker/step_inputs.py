@@ -1,0 +1,149 @@
+"""Inputs of a step: which tensors are cut into microbatches, and along which dim.
+
+Every tensor among the arguments of a function with ``@smp.step`` is cut along dim 0, also inside of containers, unless
+its argument is named in ``non_split_inputs``, or in ``input_split_axes`` with another dim. An object with a method
+``smp_slice(num_microbatches, microbatch, axis)`` cuts itself. Everything else goes whole to each microbatch.
+
+The engine cuts a dict of tensors along dim 0. So the tensors are taken out of the arguments, with their dim in front,
+and put back for each microbatch.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.trace.pytree import flatten_output
+
+__all__ = ["StepInputs", "check_names"]
+
+
+class _Place(NamedTuple):
+    """Place of a leaf that is cut."""
+
+    argument: int
+    leaf: int
+    axis: int
+
+
+@final
+class _Slicer:
+    """Object that cuts itself, along a given axis."""
+
+    def __init__(self, inner: Any, axis: int) -> None:
+        self._inner = inner
+        self._axis = axis
+
+    def smp_slice(self, num_microbatches: int, microbatch: int, axis: int) -> Any:
+        """Part of the object."""
+        return self._inner.smp_slice(num_microbatches, microbatch, self._axis)
+
+
+@final
+class StepInputs:
+    """Arguments of a call of a step.
+
+    Args:
+        signature: of the function.
+        args, kwargs: the arguments.
+        whole: names of arguments that are not cut.
+        axes: dim along which others are cut, by name.
+
+    Attributes:
+        batch: what is cut, by names that messages show.
+    """
+
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        whole: Collection[str],
+        axes: Mapping[str, int],
+    ) -> None:
+        signature.bind(*args, **kwargs)  # raises the error of Python
+        self._num_positional, self._names = len(args), list(kwargs)
+        named = [*zip(_positional_names(signature, len(args)), args, strict=True), *kwargs.items()]
+        self._flat = [_flattened(value) for _, value in named]
+        self.batch: dict[str, Any] = {}
+        self._places: dict[str, _Place] = {}
+        for number, (name, _) in enumerate(named):
+            if name in whole:
+                continue
+            axis, leaves = axes.get(name, 0), self._flat[number][0]
+            for position, leaf in enumerate(leaves):
+                if (cut := _cut(leaf, axis)) is not None:
+                    key = name if len(leaves) == 1 else f"{name}.{position}"
+                    self.batch[key] = cut
+                    self._places[key] = _Place(number, position, axis)
+
+    def call(self, function: Callable[..., Any], microbatch: Mapping[str, Any]) -> Any:
+        """Call ``function`` with the arguments of a microbatch."""
+        flat = [list(leaves) for leaves, _ in self._flat]
+        for key, (argument, leaf, axis) in self._places.items():
+            value = microbatch[key]
+            is_moved = axis and isinstance(value, Tensor) and value.ndim > axis
+            flat[argument][leaf] = value.movedim(0, axis) if is_moved else value
+        values = [
+            pytree.tree_unflatten(leaves, structure) for leaves, (_, structure) in zip(flat, self._flat, strict=True)
+        ]
+        positional, named = values[: self._num_positional], values[self._num_positional :]
+        return function(*positional, **dict(zip(self._names, named, strict=True)))
+
+    def described(self) -> tuple[Any, ...]:
+        """Key of calls that probably take the same path: kinds of the arguments, flags and words among them."""
+        return tuple((tuple(map(_described, leaves)), str(structure)) for leaves, structure in self._flat)
+
+
+def check_names(function: Callable[..., Any], names: Collection[str], option: str) -> None:
+    """Refuse names in ``option`` that are no arguments of ``function``."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    if unknown := sorted(set(names) - set(parameters)):
+        raise ConfigError(
+            f"`{option}` names {', '.join(unknown)}, which `{function.__name__}` has no argument for. It has: "
+            f"{', '.join(parameters) or 'none'}."
+        )
+
+
+def _positional_names(signature: inspect.Signature, number: int) -> list[str]:
+    def names() -> Iterator[str]:
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                while True:
+                    yield name
+            yield name
+
+    found = names()
+    return [next(found) for _ in range(number)]
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any]:
+    if isinstance(value, PackedSequence):
+        return pytree.tree_flatten(value, lambda node: isinstance(node, PackedSequence))
+    if isinstance(value, set | frozenset) and any(isinstance(item, Tensor) for item in value):
+        raise ConfigError(
+            "A step got a set of tensors, whose order differs between ranks. Give a list or a tuple instead."
+        )
+    return flatten_output(value)
+
+
+def _cut(leaf: Any, axis: int) -> Any:
+    """What is cut of a leaf, along dim 0; ``None``: nothing."""
+    if isinstance(leaf, Tensor):
+        return leaf.movedim(axis, 0) if axis and leaf.ndim > axis else leaf
+    if isinstance(leaf, PackedSequence):
+        return leaf
+    return _Slicer(leaf, axis) if hasattr(leaf, "smp_slice") else None
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, bool | str | type(None)):
+        return leaf
+    return type(leaf).__qualname__, getattr(leaf, "training", None)

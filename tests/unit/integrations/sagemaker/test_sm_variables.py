@@ -1,0 +1,42 @@
+"""Variables of SageMaker's containers."""
+
+import pytest
+
+from smp_strategy import ConfigError
+from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
+
+
+def test_parameters_are_a_dict_or_a_path():
+    assert given_parameters({}) is None
+    assert given_parameters({"SM_HP_MP_PARAMETERS": ""}) is None
+    assert given_parameters({"SM_HP_MP_PARAMETERS": '{"partitions": 2}'}) == {"partitions": 2}
+    assert given_parameters({"SM_HP_MP_PARAMETERS": "/opt/ml/input/a.json"}) == "/opt/ml/input/a.json"
+    with pytest.raises(ConfigError, match="SM_HP_MP_PARAMETERS must be a dict as JSON"):
+        given_parameters({"SM_HP_MP_PARAMETERS": "{partitions}"})
+
+
+def test_ranks_of_mpirun_become_those_of_torchrun():
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "9",
+        "OMPI_COMM_WORLD_SIZE": "16",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "SM_NUM_GPUS": "8",
+        "SM_HOSTS": '["algo-1", "algo-2"]',
+    }
+    environ = dict(mpi)
+    set_launch_variables(environ)
+    assert environ.items() - mpi.items() == {
+        ("RANK", "9"),
+        ("WORLD_SIZE", "16"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "8"),
+        ("MASTER_ADDR", "algo-1"),
+        ("MASTER_PORT", "7777"),
+    }
+
+
+def test_other_launchers_are_left_alone():
+    for environ in ({}, {"RANK": "0", "OMPI_COMM_WORLD_RANK": "3"}):
+        before = dict(environ)
+        set_launch_variables(environ)
+        assert environ == before
