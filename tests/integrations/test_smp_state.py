@@ -178,3 +178,51 @@ def split_parts(parameters):
 def test_split_layers_are_told():
     found = on_ranks(split_parts, 2, LAYOUTS["tp2"][1])[0]
     assert found == {f"blocks.{block}.{name}" for block in range(4) for name in ("0.weight", "0.bias", "3.weight")}
+
+
+def saves(parameters, folder):
+    model, optimizer = begin(parameters)
+    steps(model, optimizer, batches()[:2])
+    smp.save_checkpoint(folder, "two", model=model, optimizer=optimizer)
+
+
+def resumes(parameters, folder):
+    model, optimizer = begin(parameters)
+    smp.resume_from_checkpoint(folder, "two")
+    steps(model, optimizer, batches()[2:])
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["sdp2", "tp2", "single"])
+def test_a_checkpoint_is_read_under_another_layout(tmp_path, layout):
+    on_ranks(saves, 2, LAYOUTS["pp2"][1], tmp_path)
+    ranks, parameters = LAYOUTS[layout]
+    _, weights = plain()
+    for found in on_ranks(resumes, ranks, parameters, tmp_path):
+        assert_same(found, weights, rtol=1e-5, atol=1e-6)
+
+
+def half(parameters, folder):
+    parameters = parameters | {"fp16": True}
+    rules = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10, "scale_window": 2}}
+    smp.init(parameters)
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(adamw(model.parameters()), **rules)
+    steps(model, optimizer, batches())
+    assert optimizer.loss_scale == 2.0**12
+    smp.save_checkpoint(folder, "four", model=model, optimizer=optimizer)
+    state = optimizer.state_dict()
+    smp.shutdown()
+    smp.init(parameters)
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(adamw(model.parameters()), **rules)
+    smp.resume_from_checkpoint(folder)
+    assert optimizer.loss_scale == 2.0**12
+    optimizer.load_scaler_state_dict({**state["loss_scaler"], "scale": 4.0})
+    assert optimizer.loss_scale == 4.0
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 2.0**12
+
+
+def test_checkpoints_have_the_loss_scale(tmp_path):
+    on_ranks(half, 2, LAYOUTS["pp2"][1], tmp_path)
