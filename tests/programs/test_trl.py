@@ -112,7 +112,9 @@ def test_it_trains_as_in_one_process(program, layout, tmp_path):
         if layout == "tp2":  # rewards are zero up to rounding in the first step, and accuracies compare them
             for entry in (*logs, *expected[0]):
                 entry.pop("rewards/accuracies", None)
-        assert_alike(logs, expected[0])
+        # Replicas evaluate batches of their own, and losses are means over the tokens of a batch.
+        steps = slice(-1) if layout == "sdp2" else slice(None)
+        assert_alike(logs[steps], expected[0][steps])
         if weights:
             assert_alike(weights, expected[1])
 
