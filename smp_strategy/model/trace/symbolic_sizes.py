@@ -16,7 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.printers import PythonPrinter
 
 from smp_strategy.model.trace.call_sizes import numbers_of, with_numbers
@@ -26,6 +26,7 @@ __all__ = ["NoFormulaError", "SymbolicSizes"]
 
 # PyTorch assumes that a symbolic size is no 0 and no 1.
 _LEAST = 2
+_LOOPS = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 
 class NoFormulaError(Exception):
@@ -109,15 +110,18 @@ class SymbolicSizes:
         return lambda numbers: function(numbers, *[numbers[position] for position in positions])
 
 
-class _Observer(TorchDispatchMode):
-    """Calls ``look`` at each operation: a long loop should not run to its end."""
+class _Observer(TorchFunctionMode):
+    """Calls ``look`` at each call of torch: a long loop should not run to its end."""
 
     def __init__(self, look: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._look = look
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Not in a dispatch mode: autograd calls some operations where C++ lets no exception pass.
         self._look()
+        if getattr(func, "__name__", "") in _LOOPS:
+            raise NoFormulaError("a recurrent layer loops over a size")
         return func(*args, **(kwargs or {}))
 
 

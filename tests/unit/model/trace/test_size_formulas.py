@@ -236,6 +236,11 @@ OPERATIONS: dict[str, Any] = {
 }
 
 
+def test_code_that_fixes_a_size_in_an_operation_ends_no_process(counted):
+    for sizes in ([(16, 16), (1, 16)], [(16, 1), (16, 16)], [(16, 16), (1, 16)], [(1, 16), (16, 16)]):
+        counted.check(torch.add, *[inputs(*size) for size in sizes])
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_with_new_sizes_are_predicted(counted, name):
     runs = []
