@@ -178,7 +178,7 @@ def _survey(
     inputs.shape_inference.memoized.look()
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
 
-    def called(callee: Callee, args: Any, kwargs: Any) -> None:
+    def called(_: int, callee: Callee, args: Any, kwargs: Any) -> None:
         log.note(callee, args, kwargs)
         private.look()
 

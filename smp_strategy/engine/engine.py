@@ -48,7 +48,6 @@ from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
-from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
@@ -342,7 +341,8 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
+        with self._parts.carried.compared():
+            run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
@@ -353,7 +353,8 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
+        with self._parts.carried.compared():
+            return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
 
     def state_before(self, step: Step) -> StateBefore:
         """State of the module now, for running ``step`` again later; exists once :meth:`look` has run."""
@@ -364,7 +365,8 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
+        with self._parts.carried.compared():
+            run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
         if kind == "train" and plan is not None:
             self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
         return run
@@ -384,19 +386,6 @@ class Engine:
     def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Let ``watch(unit, call)`` answer calls of units outside of steps, also before the first step."""
         self._calls.outside = watch
-
-    @contextmanager
-    def noting_calls(self, note: Callable[[Callee, Any, Any], None]) -> Iterator[None]:
-        """Context inside of a step in which ``note`` is told each call of a unit, except in the dry run."""
-        runtime = self._calls.runtime
-        if runtime is None or runtime.called is not None:
-            yield
-            return
-        runtime.called = note
-        try:
-            yield
-        finally:
-            runtime.called = None
 
     # Gradients
 

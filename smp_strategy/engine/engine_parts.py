@@ -18,6 +18,7 @@ from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.pending_state import PendingState
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.pipeline.user_collectives import replicas_of
@@ -45,6 +46,7 @@ class EngineParts:
         calls: intercepts calls of units.
         views: of the user's hooks.
         late: state that waits for the first step.
+        carried: objects that units change and get again; exists once there is a runtime.
         delayed: tensors on the meta device; exists once a module is attached.
         known_mesh, known_layout: ``None`` before a module is attached.
         local_model: this rank's part of the module; ``None`` before the first step.
@@ -53,6 +55,7 @@ class EngineParts:
         has_counted: whether the first training step has been reported on.
     """
 
+    carried: CarriedObjects
     delayed: DelayedModule
 
     def __init__(

@@ -42,6 +42,7 @@ from smp_strategy.errors import SMPError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
+from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -224,7 +225,8 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
     if parts.config.compile:
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
             parts.calls.compile(name)
-    return Runtime(stage, parts.private_state(glue))
+    parts.carried = CarriedObjects(mesh.pp_group)
+    return Runtime(stage, parts.private_state(glue), called=parts.carried.note if mesh.pp > 1 else None)
 
 
 def _agree(group: TensorGroup | None, is_so: bool) -> bool:

@@ -51,7 +51,7 @@ class Runtime:
         stage: this rank's stage.
         private: private state of microbatches; ``None`` for a dry run.
         told: called with the arguments that the glue passes to units.
-        called: called with each unit that the glue calls, and its arguments.
+        called: called with the microbatch, each unit that the glue calls, and its arguments.
         written: called before the glue sets or deletes an attribute of a module, unless ``private`` is given, which is
             told instead.
 
@@ -68,7 +68,7 @@ class Runtime:
         private: MicrobatchState | None = None,
         *,
         told: Callable[[Any], None] | None = None,
-        called: Callable[[Callee, Any, Any], None] | None = None,
+        called: Callable[[int, Callee, Any, Any], None] | None = None,
         written: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
         self.stage = stage
@@ -101,7 +101,7 @@ class Runtime:
         if self.told is not None:
             self.told((args, kwargs))
         if self.called is not None:
-            self.called(unit, args, kwargs)
+            self.called(program.microbatch, unit, args, kwargs)
         return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:

@@ -28,8 +28,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from smp_strategy import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.generation import StageCalls, refuse_different
-from smp_strategy.model.trace.prediction import Callee
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 
@@ -293,16 +291,6 @@ def test_text_is_generated_from_padded_text():
     expected = distinct_model().generate(**PADDED, **LONGER)
     for found in on_ranks(generated_from_padded_text, 2):
         assert all(torch.equal(each, expected) for each in found)
-
-
-def test_calls_that_stages_make_differently_are_refused():
-    stages = [StageCalls(), StageCalls()]
-    for stage, length in zip(stages, (1, 7), strict=True):
-        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
-        stage.note(Callee("h.0", lambda: None), (torch.zeros(2, 1, 4),), {"mask": mask, "cache": object()})
-    with pytest.raises(UnsupportedError, match=r"\[2, 1, 1, 1\] with sum 2 .*length of a cache.*`use_cache=False`"):
-        refuse_different([stage.calls for stage in stages])
-    refuse_different([stages[0].calls, stages[0].calls])
 
 
 def own_samples(loss_of, smp):

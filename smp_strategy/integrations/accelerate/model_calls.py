@@ -19,7 +19,7 @@ repeat themselves, so the observed values of one call are the prediction for the
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.generation import StageCalls, without_cache
+from smp_strategy.integrations.accelerate.generation import without_cache
 from smp_strategy.integrations.accelerate.loss_use import LossUses, Repetition, UndecidedCall
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import ModelMethods
@@ -312,23 +312,16 @@ class ModelCalls:
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
-        generates, calls = name in _WHOLE and self._engine.mesh.pp > 1, StageCalls()
-        if generates:
+        if name in _WHOLE and self._engine.mesh.pp > 1:
             kwargs = without_cache(kwargs)
         number = self._kinds.setdefault(
             (name, *self._way_of(ModelCall(dict(enumerate(args)), kwargs))), len(self._kinds)
         )
-
-        def step(_: Any) -> Any:
-            calls.clear()
-            with self._engine.noting_calls(calls.note) if generates else nullcontext():
-                return around(lambda: method(*args, **kwargs))
-
         try:
             with self._inside() as around:
-                result = self._engine.eval_step(step, None, kind=f"{name} {number}", is_joint=True)
-            if generates:
-                calls.compare(self._engine.mesh)
+                result = self._engine.eval_step(
+                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+                )
         except UnsupportedError as error:
             error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")
             raise

@@ -1,0 +1,44 @@
+"""Calls of units on two stages, once an object comes to a unit again."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.pipeline.carried_objects import CarriedObjects, refuse_different
+
+
+class Cache:
+    """An object with a state."""
+
+
+def noted(cache: Any, *lengths: int) -> list[str]:
+    """What a stage notes if the mask has these lengths in one call after the other."""
+    carried = CarriedObjects(None)
+    for length in lengths:
+        mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+        carried.note(0, Callee("h.0", lambda: None), (torch.zeros(2, 1, 4),), {"mask": mask, "cache": cache})
+    return carried._given[0].calls
+
+
+def test_stages_that_ask_a_cache_for_its_length_are_refused():
+    with pytest.raises(UnsupportedError, match=r"\[2, 1, 1, 1\] with sum 2 .*length of a cache.*`use_cache=False`"):
+        refuse_different([{0: noted(Cache(), 3, 1)}, {0: noted(Cache(), 3, 4)}])
+    refuse_different([{0: noted(Cache(), 3, 4)}, {0: noted(Cache(), 3, 4)}])
+
+
+def test_calls_are_noted_once_an_object_comes_again():
+    assert len(noted(Cache(), 3, 4, 5)) == 2
+    assert noted(None, 3, 4, 5) == []
+
+
+def test_each_unit_and_microbatch_has_objects_of_its_own():
+    carried, cache = CarriedObjects(None), Cache()
+    for microbatch in range(2):
+        for unit in ("h.0", "h.1"):
+            carried.note(microbatch, Callee(unit, lambda: None), (), {"cache": cache})
+    assert not any(given.is_carried for given in carried._given.values())
+    carried.note(1, Callee("h.0", lambda: None), (), {"cache": cache})
+    assert [given.is_carried for given in carried._given.values()] == [False, True]
