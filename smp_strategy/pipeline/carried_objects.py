@@ -32,7 +32,7 @@ _REASON = (
 
 @final
 @dataclass
-class _Given:
+class _UnitArguments:
     """What units of a microbatch have been given."""
 
     objects: dict[tuple[object, int], Any] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class CarriedObjects:
 
     def __init__(self, stages: dist.ProcessGroup | None) -> None:
         self._stages = stages
-        self._given: dict[int, _Given] = {}
+        self._given: dict[int, _UnitArguments] = {}
 
     def note(self, microbatch: int, unit: Callee, args: Any, kwargs: Any) -> None:
         """Note the arguments of a call."""
         leaves = leaves_of((args, kwargs))
         given = self._given.get(microbatch)
         if given is None:
-            given = self._given[microbatch] = _Given()
+            given = self._given[microbatch] = _UnitArguments()
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and is_object(leaf):
                 key = (unit.key, id(leaf))
