@@ -11,8 +11,7 @@ Torch looks up both at every call, so replacing them during a step reaches code 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -44,16 +43,20 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
 
+    def bound(function: Any) -> Callable[..., Any]:
+        # It is a class method of Python, or of C (from torch 2.14 on), which has no `__func__`.
+        return cast(Callable[..., Any], apply.__get__(None, function))
+
     def glue() -> Interpreter | None:
         program = current.interpreter
         return None if program is None or program.is_in_unit else program
 
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is torch_checkpoint.CheckpointFunction:
-            return _reentrant(apply.__func__, glue(), *args)
+            return _reentrant(bound(function), glue(), *args)
         if told is not None and glue() is not None:
             told((args, kwargs))
-        return _apply(apply.__func__, function, args, kwargs)
+        return _apply(bound(function), function, args, kwargs)
 
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
     setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
@@ -68,7 +71,7 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
 def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     program = program_of(args, kwargs)
     if program is None:
-        return original(function, *args, **kwargs)
+        return original(*args, **kwargs)
     if function is BackwardHookFunction:
         raise UnsupportedError(
             "A backward hook is registered on a module above the units, whose input and output are on several stages. "
@@ -76,7 +79,7 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         )
     before, program.function = program.function, function.__name__
     try:
-        return program.operation(function.__name__, MethodType(original, function), args, kwargs)
+        return program.operation(function.__name__, original, args, kwargs)
     finally:
         program.function = before
 
@@ -92,7 +95,7 @@ def refuse_in_function(function: str, unit: str) -> NoReturn:
 
 def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: Any, preserve: Any, *inputs: Any) -> Any:
     if program is None:
-        return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
+        return original(run, preserve, *inputs)
     # As in torch: if no input requires a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
     with _recomputing(program, _treatment(run, preserve)), torch.set_grad_enabled(wanted):
