@@ -26,7 +26,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import collectors
-from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item
+from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item, set_items
 from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import frozen
@@ -266,8 +266,8 @@ class _Names:
     def enter(self, own: Any) -> None:
         self._shared = dict(self.target)
         self._given = own or {}
-        for name, value in self._given.items():
-            set_item(self.target, name, value)
+        if own:
+            set_items(self.target, own)
 
     @property
     def plain(self) -> list[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ changes (a frozen configuration), or entries that exist already (a registry): su
 import collections
 from typing import Any
 
-__all__ = ["delete_item", "refill", "set_item"]
+__all__ = ["delete_item", "refill", "set_item", "set_items"]
 
 _BASES = (collections.OrderedDict, dict, list, set, collections.deque)
 
@@ -15,6 +15,15 @@ _BASES = (collections.OrderedDict, dict, list, set, collections.deque)
 def set_item(mapping: Any, key: Any, value: Any) -> None:
     """Set an entry of a mapping."""
     _base_of(mapping).__setitem__(mapping, key, value)
+
+
+def set_items(mapping: Any, values: Any) -> None:
+    """Set several entries of a mapping."""
+    if _base_of(mapping) is dict:
+        dict.update(mapping, values)
+        return
+    for key, value in values.items():
+        set_item(mapping, key, value)
 
 
 def delete_item(mapping: Any, key: Any) -> None:
@@ -27,8 +36,7 @@ def refill(container: Any, contents: Any) -> None:
     base = _base_of(container)
     base.clear(container)
     if issubclass(base, dict):
-        for key, value in contents.items():
-            base.__setitem__(container, key, value)
+        set_items(container, contents)
     elif issubclass(base, set):
         base.update(container, contents)
     else:
