@@ -125,7 +125,10 @@ class ShapeInference:
     ) -> Prediction | Unpredictable:
         """Predict a call from calls with other sizes, if there were any."""
         others, num_leaves = len(key) - len(specs), len(specs)
-        inside = [spec for leaf in specs for spec in specs_inside(leaf)]
+        try:
+            inside = [spec for leaf in specs for spec in specs_inside(leaf)]
+        except Exception:  # an object that cannot be copied, such as a generator of random numbers
+            return self._attempt(callee, specs, structure, None)
         kind = (*key[:others], *map(shape_kind, [*specs, *inside], [*key[others:], *inside]))
 
         def run_symbolic(sizes: SymbolicSizes, leaves: list[Any]) -> Prediction:

@@ -46,7 +46,13 @@ class SymbolicSizes:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of the dry run."""
+        """Context of the dry run.
+
+        Raises:
+            NoFormulaError: nothing differs but sizes of one or zero; or the code takes a symbol for a constant.
+        """
+        if not self._numbers:
+            raise NoFormulaError("nothing differs but sizes of one or zero")
         # Operations that PyTorch composes of others in C++ mostly fix sizes; their forms in Python do not.
         with self._mode, _Observer(self._refuse_fixed), enable_python_dispatcher():
             yield
@@ -94,12 +100,10 @@ class SymbolicSizes:
             results: Numbers of the results.
 
         Raises:
-            NoFormulaError: nothing differs, or the code takes a symbol for a constant.
+            NoFormulaError: the code takes a symbol for a constant.
         """
         self._refuse_fixed()
         symbols = list(self._numbers.values())
-        if not symbols:
-            raise NoFormulaError("nothing differs but sizes of one or zero")
         positions = [next(i for i, number in enumerate(given) if number is symbol) for symbol in symbols]
         names = [str(symbol.node._expr) for symbol in symbols]
         conditions = [f"{name} >= {_LEAST}" for name in names]
