@@ -1,8 +1,9 @@
 """Pipeline, sharded data and tensor parallelism for unmodified Lightning modules and Accelerate scripts.
 
-``import torch`` imports this package on every machine where it is installed (see :mod:`smp_strategy._autoload`), and
-Hydra reads its options before any model exists. So this file imports nothing heavy: public names are imported at their
-first use, and the import itself only registers ``Trainer(strategy="smp")`` with Lightning.
+``import torch`` imports this package on every machine where it is installed
+(see :mod:`smp_strategy.integrations.autoload`), and Hydra reads its options before any model exists. So this file
+imports nothing heavy: public names are imported at their first use, and the import itself only registers
+``Trainer(strategy="smp")`` with Lightning.
 """
 
 import sys
@@ -10,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from smp_strategy import _autoload
+from smp_strategy.integrations import autoload
 
 if TYPE_CHECKING:
     from smp_strategy.activations.annotations import set_activation_checkpointing as set_activation_checkpointing
@@ -87,7 +88,7 @@ _HOME = {
     "unit": "smp_strategy.model.units",
 }
 
-_autoload.autoload()
+autoload.autoload()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 Other ranks run the script again, which may be named by a relative path and may have changed the directory meanwhile. A
 process has no record of its first working directory. But Python keeps the full path of the script beside the given
 one, and the two tell the directory. Where they do not (``python -m``, ``python ../train.py``), it is the one in which
-torch was imported (:mod:`smp_strategy._autoload`), which scripts do at their beginning.
+torch was imported (:mod:`smp_strategy.integrations.autoload`), which scripts do at their beginning.
 """
 
 import os

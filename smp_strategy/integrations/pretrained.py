@@ -5,7 +5,8 @@ of the files. Under the option these tensors are deferred (:mod:`smp_strategy.mo
 own code does all of this without values, and each rank reads what it holds after the partition. What is missing in the
 files transformers initialises as ever. Adapters of PEFT are small: they are made with values, on the CPU.
 
-:mod:`smp_strategy._autoload` passes modules of both libraries to :func:`patch` when they have been imported.
+:mod:`smp_strategy.integrations.autoload` passes modules of both libraries to :func:`patch` when they have been
+imported.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Patches of Accelerate that let a configuration file or the environment choose a layout, without code.
 
-:mod:`smp_strategy._autoload` passes a module of Accelerate to :func:`patch` as soon as that module has been imported.
+:mod:`smp_strategy.integrations.autoload` passes a module of Accelerate to :func:`patch` as soon as that module has
+been imported.
 
 ======================== ===========================================================================================
 ``Accelerator.__init__`` takes ``SMPPlugin()`` if ``ACCELERATE_USE_SMP`` is true and no other plugin is given
@@ -54,7 +55,7 @@ TORCHRUN_SWITCHES = ("standalone", "module", "no_python")
 
 
 def patch(module: ModuleType) -> None:
-    """Patch ``module``, one of those that :mod:`smp_strategy._autoload` names; a second call does nothing."""
+    """Patch ``module``, which :mod:`smp_strategy.integrations.autoload` names; a second call does nothing."""
     changes: dict[str, Callable[[Any], None]] = {
         "accelerate.accelerator": _patch_accelerator,
         "accelerate.utils.launch": _patch_preparation,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def python(code: str, **environment: str) -> str:
@@ -54,7 +54,7 @@ def test_smp_is_registered_whichever_import_comes_first(tree, order):
 def test_it_can_be_switched_off():
     count = """
 import sys, smp_strategy
-from smp_strategy._autoload import RegistryFinder
+from smp_strategy.integrations.autoload import RegistryFinder
 print(sum(isinstance(finder, RegistryFinder) for finder in sys.meta_path))
 """
     assert python(count) == "1"
@@ -63,10 +63,10 @@ print(sum(isinstance(finder, RegistryFinder) for finder in sys.meta_path))
 
 def test_a_failure_while_registering_does_not_reach_the_import():
     code = """
-from smp_strategy import _autoload
+from smp_strategy.integrations import autoload
 def broken(module):
     raise RuntimeError("broken")
-_autoload.register = broken
+autoload.register = broken
 import lightning.pytorch.strategies
 print("imported")
 """
@@ -76,12 +76,12 @@ print("imported")
 def test_a_module_that_is_still_being_imported_is_left_alone():
     code = """
 import sys, types, importlib.machinery
-from smp_strategy import _autoload
+from smp_strategy.integrations import autoload
 half = types.ModuleType("lightning.pytorch.strategies")
 half.__spec__ = importlib.machinery.ModuleSpec("lightning.pytorch.strategies", None)
 half.__spec__._initializing = True
 sys.modules["lightning.pytorch.strategies"] = half
-_autoload.autoload()
+autoload.autoload()
 print("survived")
 """
     assert python(code) == "survived"
