@@ -341,7 +341,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        with self._parts.carried.compared():
+        with self._parts.carried.compared(self.mesh):
             run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -353,7 +353,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        with self._parts.carried.compared():
+        with self._parts.carried.compared(self.mesh):
             return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
 
     def state_before(self, step: Step) -> StateBefore:
@@ -365,7 +365,7 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        with self._parts.carried.compared():
+        with self._parts.carried.compared(self.mesh):
             run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
         if kind == "train" and plan is not None:
             self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)

@@ -225,7 +225,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
     if parts.config.compile:
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
             parts.calls.compile(name)
-    parts.carried = CarriedObjects(mesh.pp_group)
+    parts.carried = CarriedObjects()
     return Runtime(stage, parts.private_state(glue), called=parts.carried.note if mesh.pp > 1 else None)
 
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
@@ -45,14 +45,9 @@ class _UnitArguments:
 
 @final
 class CarriedObjects:
-    """Carried objects of a step on a stage.
+    """Carried objects of a step on a stage."""
 
-    Args:
-        stages: group of the stages of a replica.
-    """
-
-    def __init__(self, stages: dist.ProcessGroup | None) -> None:
-        self._stages = stages
+    def __init__(self) -> None:
         self._given: dict[int, _UnitArguments] = {}
 
     def note(self, microbatch: int, unit: Callee, args: Any, kwargs: Any) -> None:
@@ -70,8 +65,11 @@ class CarriedObjects:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def compared(self, mesh: ProcessMesh) -> Iterator[None]:
         """Context of a step, at whose end all stages compare their calls. Collective if something is carried.
+
+        Args:
+            mesh: only for this step, since the process group of the stages ends with its last reference.
 
         Raises:
             UnsupportedError: stages have called a unit with other arguments.
@@ -86,7 +84,7 @@ class CarriedObjects:
             mine = {microbatch: given.calls for microbatch, given in self._given.items() if given.is_carried}
             self._given.clear()
         if mine:
-            refuse_different(collectives.gather_objects(mine, "arguments of units", self._stages))
+            refuse_different(collectives.gather_objects(mine, "arguments of units", mesh.pp_group))
 
 
 def refuse_different(stages: Sequence[Mapping[int, Sequence[str]]]) -> None:

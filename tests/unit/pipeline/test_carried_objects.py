@@ -16,7 +16,7 @@ class Cache:
 
 def noted(cache: Any, *lengths: int) -> list[str]:
     """What a stage notes if the mask has these lengths in one call after the other."""
-    carried = CarriedObjects(None)
+    carried = CarriedObjects()
     for length in lengths:
         mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
         carried.note(0, Callee("h.0", lambda: None), (torch.zeros(2, 1, 4),), {"mask": mask, "cache": cache})
@@ -35,7 +35,7 @@ def test_calls_are_noted_once_an_object_comes_again():
 
 
 def test_each_unit_and_microbatch_has_objects_of_its_own():
-    carried, cache = CarriedObjects(None), Cache()
+    carried, cache = CarriedObjects(), Cache()
     for microbatch in range(2):
         for unit in ("h.0", "h.1"):
             carried.note(microbatch, Callee(unit, lambda: None), (), {"cache": cache})
