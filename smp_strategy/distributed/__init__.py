@@ -7,6 +7,7 @@ Reading order:
 * ``background_wait``: threads that wait for handles.
 * ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
+* ``pending_messages``: messages under way, kept alive with their memory.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.

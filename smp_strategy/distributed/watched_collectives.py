@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import BegunCollective, user_code, watch_of
+from smp_strategy.distributed.failure import current_run
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import COMPARED, NUMBERS, TEXTS, reduced_numbers
 from smp_strategy.distributed.wait_positions import Condition
@@ -72,7 +74,7 @@ def compare_places(doing: str, group: dist.ProcessGroup) -> Handle[None]:
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
     try:
-        found, works = _sent_to_each(mine, group, COMPARED)
+        found, waits = _sent_to_each(mine, group, COMPARED)
     except RuntimeError as error:
         _raise(meeting, error)
 
@@ -80,15 +82,15 @@ def compare_places(doing: str, group: dist.ProcessGroup) -> Handle[None]:
         if not all(torch.equal(theirs, mine) for theirs in found):
             _raise_different(meeting)
 
-    return meeting.work(lambda: [work.wait() for work in works]).then(compare)
+    return meeting.work(lambda: [wait() for wait in waits]).then(compare)
 
 
-def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[list[Tensor], list[dist.Work]]:
-    """Begin to send ``mine`` to each rank: everyone's, in the order of the ranks, once the works are over."""
+def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[list[Tensor], list[Callable[[], None]]]:
+    """Begin to send ``mine`` to each rank: everyone's, in the order of the ranks, after all waits."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     found = [mine if rank == group.rank() else torch.empty_like(mine) for rank in range(group.size())]
-    works = [group.recv([found[rank]], rank, tag) for rank in others]
-    return found, works + [group.send([mine], rank, tag) for rank in others]
+    waits = [pending_messages.receive(found[rank], rank, tag, group) for rank in others]
+    return found, waits + [pending_messages.send(mine, rank, tag, group) for rank in others]
 
 
 def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> Handle[object]:
@@ -129,7 +131,8 @@ def reduce_numbers(
     if combine is None or not is_small or tensor.device.type != "cpu" or not _is_gloo(group):
         return all_reduce(tensor, op, group=group, doing=doing)
     meeting = watch_of().begin(group, doing)
-    digest = zlib.crc32(f"{doing} {tensor.dtype} {tensor.numel()}".encode())
+    # An earlier run may have failed after one rank has sent its numbers, and before another has.
+    digest = zlib.crc32(f"{doing} {tensor.dtype} {tensor.numel()} {current_run()}".encode())
     try:
         return meeting.work(_exchange_numbers(tensor, combine, group, reduced_numbers(digest)))
     except RuntimeError as error:
@@ -140,11 +143,11 @@ def _exchange_numbers(
     tensor: Tensor, combine: Callable[..., Tensor], group: dist.ProcessGroup, tag: int
 ) -> Callable[[], None]:
     """Each rank sends its numbers to each, which reduces them by itself, in the order of the ranks."""
-    found, works = _sent_to_each(tensor.contiguous(), group, tag)
+    found, waits = _sent_to_each(tensor.contiguous(), group, tag)
 
     def finish() -> None:
-        for work in works:
-            work.wait()
+        for wait in waits:
+            wait()
         with torch.no_grad():
             tensor.copy_(functools.reduce(combine, found))
 
@@ -201,15 +204,15 @@ def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
     def exchange() -> None:
         if group.rank() == 0:
             found[0] = mine
-            arriving = [group.recv([found[rank]], rank, tag) for rank in others]
-            for work in arriving:
-                work.wait()
-            leaving = [group.send([found], rank, tag) for rank in others]
+            arriving = [pending_messages.receive(found[rank], rank, tag, group) for rank in others]
+            for wait in arriving:
+                wait()
+            leaving = [pending_messages.send(found, rank, tag, group) for rank in others]
         else:
-            leaving = [group.send([mine], 0, tag)]
-            group.recv([found], 0, tag).wait()
-        for work in leaving:
-            work.wait()
+            leaving = [pending_messages.send(mine, 0, tag, group)]
+            pending_messages.receive(found, 0, tag, group)()
+        for wait in leaving:
+            wait()
 
     watch_of().until(meeting, exchange)
     return found

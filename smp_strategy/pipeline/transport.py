@@ -102,7 +102,7 @@ class Transport:
         self._expected = [_expected(rank, self.rank) for rank in stage_ranks]
         self._watch.senders.add(self)
         self.listeners = BackgroundWaits()
-        # Kept alive: gloo writes to the memory of each until it has arrived, even if nobody waits for it any more.
+        # Kept alive, even if nobody waits for one any more: see [Note: abandoned messages].
         self._receipts: set[Receipt] = set()
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:

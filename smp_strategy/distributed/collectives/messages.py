@@ -4,12 +4,14 @@ gloo moves the bytes in threads of its own, so messages travel while the caller 
 they may overtake each other; all ranks must take their tags in the same order.
 """
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import BegunCollective, watch_of
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.handle import Handle
@@ -48,20 +50,20 @@ class Messages:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[None]:
         """Begin to send ``tensor``, which must not change until it has arrived."""
         # Bytes, because gloo does not know every dtype.
-        work = self._group.send([tensor.view(torch.uint8)], peer, tag)
-        return self._message(work, tensor, peer, "sending a part to")
+        wait = pending_messages.send(tensor.view(torch.uint8), peer, tag, self._group)
+        return self._message(wait, peer, "sending a part to")
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle[None]:
         """Begin to receive into ``tensor``."""
-        work = self._group.recv([tensor.view(torch.uint8)], peer, tag)
-        return self._message(work, tensor, peer, "waiting for a part from")
+        wait = pending_messages.receive(tensor.view(torch.uint8), peer, tag, self._group)
+        return self._message(wait, peer, "waiting for a part from")
 
-    def _message(self, work: dist.Work, memory: Tensor, peer: int, doing: str) -> Handle[None]:
+    def _message(self, wait: Callable[[], None], peer: int, doing: str) -> Handle[None]:
         rank = self._global_ranks[peer]
 
-        def finish(_: Tensor = memory) -> None:  # gloo does not keep the memory alive
+        def finish() -> None:
             try:
-                work.wait()
+                wait()
             except RuntimeError as error:
                 raise_lost(error, rank, doing)
 
