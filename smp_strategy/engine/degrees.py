@@ -18,7 +18,7 @@ from smp_strategy.engine.given_partition import choose_placed_units
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.manual import some
 
-__all__ = ["check_degrees", "choose_shape"]
+__all__ = ["check_degrees", "choose_shape", "shape_with"]
 
 
 def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) -> None:
@@ -84,13 +84,23 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
             f"Set it to about {4 * degree}."
         )
-    config.check(degree)
     check_degrees(replace(config, pipeline_parallel_degree=degree), world_size, module)
+    return shape_with(config, degree)
+
+
+def shape_with(config: SMPConfig, degree: int) -> MeshShape:
+    """Degrees of all axes with ``degree`` stages, for the ranks of this run. Collective if parameters are sharded.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks, or other options do not fit the degrees.
+    """
+    config.check(degree)
+    dp_shard = config.sharded_data_parallel_degree
     return MeshShape.of_world(
-        world_size,
+        dist.get_world_size(),
         pp=degree,
         dp_shard=dp_shard,
-        tp=tp,
+        tp=config.tensor_parallel_degree,
         placement=config.placement_strategy,
         node_size=find_node_size(dp_shard),
     )

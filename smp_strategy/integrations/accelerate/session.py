@@ -22,9 +22,8 @@ from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
 from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
 from smp_strategy.distributed.rendezvous import alike, meet
-from smp_strategy.distributed.topology import find_node_size
+from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
@@ -62,23 +61,11 @@ class Session:
     """
 
     def __init__(self, config: SMPConfig, device: torch.device, *, timeout: timedelta | None = None) -> None:
-        world_size = dist.get_world_size()
-        self.config = _with_degree(config, world_size)
+        self.config = _with_degree(config, dist.get_world_size())
         self.device = device
         self.rank = dist.get_rank()
-        pp, dp_shard = self.config.pipeline_parallel_degree, config.sharded_data_parallel_degree
-        assert pp is not None
-        tp = config.tensor_parallel_degree
-        self.config.check(pp)
-        check_degree(pp, world_size, dp_shard=dp_shard, tp=tp)
-        self.shape = MeshShape.of_world(
-            world_size,
-            pp=pp,
-            dp_shard=dp_shard,
-            tp=tp,
-            placement=config.placement_strategy,
-            node_size=find_node_size(dp_shard),
-        )
+        assert self.config.pipeline_parallel_degree is not None
+        self.shape = shape_with(self.config, self.config.pipeline_parallel_degree)
         self._timeout = timeout
         self.syncs_blocked = 0
         self.calls: ModelCalls | None = None

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
-from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
 from smp_strategy.distributed.shutdown import call_at_exit
-from smp_strategy.distributed.topology import find_node_size
+from smp_strategy.engine.degrees import shape_with
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.pytree import flatten
 
@@ -66,19 +65,7 @@ class RunState:
         self.config = SMPConfig.from_sagemaker_options(given.options)
         self.device = device
         self.rank = dist.get_rank()
-        world_size = dist.get_world_size()
-        pp, dp_shard = self.config.pipeline_parallel_degree or 1, self.config.sharded_data_parallel_degree
-        tp = self.config.tensor_parallel_degree
-        self.config.check(pp)
-        check_degree(pp, world_size, dp_shard=dp_shard, tp=tp)
-        self.shape = MeshShape.of_world(
-            world_size,
-            pp=pp,
-            dp_shard=dp_shard,
-            tp=tp,
-            placement=self.config.placement_strategy,
-            node_size=find_node_size(dp_shard),
-        )
+        self.shape = shape_with(self.config, self.config.pipeline_parallel_degree or 1)
         self.delays = False
         self.models: list[DistributedModel] = []
         self.optimizers: list[DistributedOptimizer] = []
