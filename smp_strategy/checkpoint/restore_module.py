@@ -100,7 +100,7 @@ def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:
 
 
 class _Register(NamedTuple):
-    """What a module has registered as buffers."""
+    """Registered buffers of a module."""
 
     buffers: dict[str, str | None]
     """For each its name among those that are sent, or ``None`` as its value."""

@@ -42,7 +42,7 @@ __all__ = ["FlatUnit", "ShardPolicy"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """How parameters are sharded and gathered, and how their gradients are reduced."""
+    """Options: sharding and gathers of parameters, reduction of their gradients."""
 
     persistence_threshold: int = 0
     """Parameters with fewer elements stay gathered from their first use to the optimizer's step."""

@@ -74,7 +74,7 @@ class DeferredMemory:
             self.kept, self._cached = self.value({}), None
 
     def read_through(self, view: "DeferredView") -> "DeferredView":
-        """What an operation reads that is noted now: the values of ``view``, even if the memory changes."""
+        """Source of an operation that is noted now: the values of ``view``, even if the memory changes."""
         read = DeferredView(self, view.views, view.offset)
         self._readers.append(weakref.ref(read))
         return read

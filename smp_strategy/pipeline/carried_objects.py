@@ -33,7 +33,7 @@ _REASON = (
 @final
 @dataclass
 class _UnitArguments:
-    """What units of a microbatch have been given."""
+    """Arguments of units in a microbatch."""
 
     objects: dict[tuple[object, int], Any] = field(default_factory=dict)
     """Objects by unit and identity; they are kept alive, so that no other gets the same identity."""

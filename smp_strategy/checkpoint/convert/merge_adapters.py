@@ -165,7 +165,7 @@ def _sorted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, _Pair],
 
 
 def _start(weights: Mapping[str, Any], pairs: Mapping[str, _Pair]) -> str:
-    """What the names of weights begin with, before those of the adapters: the attribute of a LightningModule."""
+    """Prefix of the names of weights, before those of the adapters: the attribute of a LightningModule."""
     module = next(iter(pairs))
     starts = [name.removesuffix(f"{module}.weight") for name in weights if name.endswith(f"{module}.weight")]
     fitting = [start for start in starts if all(f"{start}{each}.weight" in weights for each in pairs)]

@@ -31,7 +31,7 @@ __all__ = ["LossUses", "Repetition", "UndecidedCall"]
 
 @final
 class LossUses:
-    """What scripts have trained on, for each kind of call that returns a loss and other differentiable results."""
+    """Trained results, for each kind of call that returns a loss and other differentiable results."""
 
     def __init__(self) -> None:
         self._is_outside: dict[Any, bool] = {}
@@ -50,7 +50,7 @@ class LossUses:
 
 
 class Repetition(NamedTuple):
-    """How a call runs once more."""
+    """Repetition of a call."""
 
     forward: Callable[[], ForwardStep]
     """Runs it forward only."""

@@ -1,4 +1,4 @@
-"""What this rank holds of a model, and which parameters layers split over ranks have: SageMaker's queries."""
+"""Parts of a model: this rank's modules and parameters, and those of split layers, as SageMaker's queries name them."""
 
 from collections.abc import Iterator
 

@@ -62,7 +62,7 @@ class StepValue(NamedTuple):
     """Result of a microbatch."""
 
     result: Any
-    """What the function has returned."""
+    """Result of the function."""
     loss: Tensor | None
     """Sum of the losses that it has noted."""
 

@@ -135,7 +135,7 @@ def _flattened(value: Any) -> tuple[list[Any], Any]:
 
 
 def _cut(leaf: Any, axis: int) -> Any:
-    """What is cut of a leaf, along dim 0; ``None``: nothing."""
+    """Tensor of a leaf that is cut along dim 0; ``None``: none."""
     if isinstance(leaf, Tensor):
         return leaf.movedim(axis, 0) if axis and leaf.ndim > axis else leaf
     if isinstance(leaf, PackedSequence):

@@ -19,7 +19,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def shape_kind(leaf: Any, key: object) -> object:
-    """What is left of a flattened argument without its numbers.
+    """Flattened argument without its numbers.
 
     Args:
         leaf: Argument; a tensor is given by its metadata.

@@ -55,7 +55,7 @@ class SplitReport:
         return next((line.why for line in self.lines if parameter.startswith(f"{line.name}.")), "not in the report")
 
     def reasons(self) -> list[str]:
-        """Why layers are whole, for each class: ``Linear (8 layers): nothing says how to split it``."""
+        """Reasons for layers that are whole, for each class: ``Linear (8 layers): nothing says how to split it``."""
         groups: dict[tuple[str, str], list[LayerLine]] = {}
         for line in self.lines:
             if not line.is_split:
@@ -83,7 +83,7 @@ class SplitReport:
         )
 
     def _remedy(self) -> list[str]:
-        """What to do about layers that stay whole, if the user has not asked for that."""
+        """Advice about layers that stay whole, if the user has not asked for that."""
         if not self.skipped:
             return []
         first = self.skipped[0].name or "*"
