@@ -1,7 +1,9 @@
 """In-place changes of placed tensors, also through views and shared memory.
 
 A tensor and its views share memory on the stage that made them, so a change through one of them reaches the others
-there. Copies of them on other stages do not change, and are out of date.
+there, unless an operation has waited for another stage in between: then autograd's graph is cut, and the changed tensor
+is a copy without the history. Copies on other stages do not change either. There the change is written into a new
+tensor, element by element of the memory that both share, as ``torch.func.functionalize`` does with views.
 """
 
 import dataclasses
@@ -11,23 +13,27 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
+from smp_strategy.model.trace.prediction import Alias
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import check_tensor
-from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.placed_tensor import Change, Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.routing import SegmentId
 
-__all__ = ["follow_change", "place_plain", "share_memory", "take_change"]
+__all__ = ["follow_changes", "place_plain", "share_memory", "take_change"]
 
 
-def share_memory(tensor: PlacedTensor, other: Tensor, *, is_view: bool) -> None:
+def share_memory(tensor: PlacedTensor, other: Tensor, alias: Alias) -> None:
     """Share the memory of ``other``, of which ``tensor`` is a view or a detached copy."""
     if not isinstance(other, PlacedTensor):
         tensor.memory.is_plain = True
         return
-    tensor.memory, tensor.version = other.memory, other.memory.version
-    if is_view:
+    if other.memory.whole is None:
+        other.memory.whole = other.spec
+    tensor.memory, tensor.version, tensor.copy = other.memory, other.memory.version, other.copy
+    tensor.offset = None if other.offset is None or alias.offset is None else other.offset + alias.offset
+    if alias.is_view:
         tensor.family = other.family
 
 
@@ -47,17 +53,22 @@ def take_change(
             f"An in-place operation changed the shape of a placed tensor from {list(tensor.spec.size)} to "
             f"{list(spec.size)}. Use the operation that returns a new tensor."
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor.requires_grad_(spec.requires_grad)
+    _set_requires_grad(tensor, spec)
     tensor.value, tensor.spec, tensor.born = value, spec, where
-    tensor.memory.version += 1
-    tensor.memory.changed = (value, where, tensor.family)
-    tensor.version = tensor.memory.version
     tensor.origin = tensor.current = here
+    memory = tensor.memory
+    memory.version += 1
+    tensor.version = memory.version
+    if memory.whole is not None:
+        is_all = tensor.offset == 0 and (spec.size, spec.stride) == (memory.whole.size, memory.whole.stride)
+        change = Change(
+            memory.version, _standing(tensor), tensor.family, tensor.offset, tensor.copy, torch.is_grad_enabled()
+        )
+        memory.changes = [change] if is_all else [*memory.changes, change]
 
 
-def follow_change(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int) -> None:
-    """Bring ``tensor`` up to date after a change that was made through a view.
+def follow_changes(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int) -> None:
+    """Bring ``tensor`` up to date after changes that were made through others with the same memory.
 
     Args:
         tensor: placed tensor that is out of date.
@@ -65,31 +76,85 @@ def follow_change(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int)
         stage: this rank's stage.
 
     Raises:
-        UnsupportedError: the tensor is on another stage than the change, or was made there in another segment.
+        UnsupportedError: a change cannot be written into the tensor, which does not share the real memory.
     """
-    assert tensor.memory.changed is not None
-    changed, where, family = tensor.memory.changed
-    if where != tensor.born:
-        raise UnsupportedError(
-            f"A tensor of shape {list(tensor.spec.size)} shares its memory with one that was changed in place on "
-            f"stage {where.stage}, but stands itself on stage {tensor.born.stage} or was made earlier there, so "
-            "the change does not reach it. Use an operation that returns a new tensor."
-        )
-    spec = tensor.spec
-    if family == tensor.family:
+    for change in tensor.memory.changes:
+        if change.version > tensor.version:
+            if change.result.born == tensor.born and change.copy is tensor.copy:
+                _note(tensor, change, program_trace, stage)
+            else:
+                _write(tensor, change)
+    tensor.version = tensor.memory.version
+
+
+def _note(tensor: PlacedTensor, change: Change, program_trace: ProgramTrace, stage: int) -> None:
+    """Note that the real tensor has changed with the memory."""
+    spec, changed, where = tensor.spec, change.result.value, change.result.born
+    if change.family == tensor.family:
         spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
     value = program_trace.value(spec)
-    inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
+    inputs = (tensor.value, changed) if change.family == tensor.family else (tensor.value,)
     placement = program_trace.place(Event("op", "alias", inputs, (value,)))
     assert not placement.moves, "views and their base are on one stage"
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor.requires_grad_(spec.requires_grad)
-    tensor.value, tensor.spec, tensor.version = value, spec, tensor.memory.version
+    _set_requires_grad(tensor, spec)
+    tensor.value, tensor.spec = value, spec
     if where.stage == stage:
         assert tensor.origin is not None
         check_tensor("alias", spec, tensor.origin[1])
     else:
         tensor.origin = tensor.current = None
+
+
+def _write(tensor: PlacedTensor, change: Change) -> None:
+    """Write the change into a new tensor, which ``tensor`` then stands for."""
+    new, is_same = change.result, change.family == tensor.family
+    repeats = any(size > 1 and stride == 0 for size, stride in zip(tensor.spec.size, tensor.spec.stride, strict=True))
+    if tensor.offset is None or change.offset is None or repeats or (tensor.spec.requires_grad and not is_same):
+        raise UnsupportedError(
+            f"A tensor of shape {list(tensor.spec.size)} shares its memory with one that was changed in place on stage "
+            f"{new.born.stage}, but stands itself on stage {tensor.born.stage} or was made earlier there, so the "
+            "change does not reach it. Use an operation that returns a new tensor."
+        )
+    places = _common_places(tensor.spec, tensor.offset, new.spec, change.offset)
+    if places is None:
+        return
+    with torch.set_grad_enabled(change.is_recorded):
+        made = tensor.program.operation("alias", _merged, (_standing(tensor), new, places, is_same), {})
+    _set_requires_grad(tensor, made.spec)
+    tensor.value, tensor.spec, tensor.born = made.value, made.spec, made.born
+    tensor.origin, tensor.current, tensor.copy = made.origin, made.current, object()
+
+
+def _common_places(spec: TensorSpec, offset: int, other: TensorSpec, begin: int) -> Tensor | None:
+    """For each element of a tensor the number of the element of another in the same place, or -1; ``None``: all -1."""
+    extent = max(_end(spec, offset), _end(other, begin))
+    numbers = torch.full((extent,), -1, device="cpu")
+    numbers.as_strided(other.size, other.stride, begin).copy_(torch.arange(other.numel, device="cpu").view(other.size))
+    found = numbers.as_strided(spec.size, spec.stride, offset)
+    return found.clone() if bool((found >= 0).any()) else None
+
+
+def _end(spec: TensorSpec, offset: int) -> int:
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(spec.size, spec.stride, strict=True))
+
+
+def _merged(old: Tensor, new: Tensor, places: Tensor, keeps_history: bool) -> Tensor:
+    """``old`` with the elements of ``new`` where ``places`` has their numbers, with the strides of ``old``."""
+    places = places.to(old.device)
+    elements = (new if keeps_history else new.detach()).flatten()[places.clamp(min=0)]
+    return old.new_empty_strided(old.size(), old.stride()).copy_(torch.where(places >= 0, elements, old))
+
+
+def _standing(tensor: PlacedTensor) -> PlacedTensor:
+    """The value that ``tensor`` has now, as a tensor with a memory of its own."""
+    made = PlacedTensor(tensor.program, tensor.value, tensor.spec, tensor.born)
+    made.origin, made.current = tensor.origin, tensor.current
+    return made
+
+
+def _set_requires_grad(tensor: PlacedTensor, spec: TensorSpec) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.requires_grad_(spec.requires_grad)
 
 
 def place_plain(

@@ -11,7 +11,7 @@ from smp_strategy.model.trace.exposed_attributes import ExposedAttributes, left_
 from smp_strategy.model.trace.fake_call import is_left_behind
 from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_change
+from smp_strategy.pipeline.aliasing import follow_changes
 from smp_strategy.pipeline.kept_tensors import AdoptedTensors
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
@@ -56,7 +56,7 @@ class CallArguments:
                     leaf = leaves[position] = self._adopted.adopted(leaf, self._interpreter) if known is None else known
                 if isinstance(leaf, PlacedTensor):
                     if leaf.version != leaf.memory.version:
-                        follow_change(leaf, self._program_trace, self._stage)
+                        follow_changes(leaf, self._program_trace, self._stage)
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue

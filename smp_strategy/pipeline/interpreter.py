@@ -33,7 +33,7 @@ from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictabl
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.side_effects import Changed, apply_changes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_change, place_plain, share_memory, take_change
+from smp_strategy.pipeline.aliasing import follow_changes, place_plain, share_memory, take_change
 from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.draws import ProgramDraws
@@ -140,7 +140,7 @@ class MicrobatchInterpreter:
     def check_current(self, tensor: PlacedTensor) -> None:
         """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
         if tensor.version != tensor.memory.version:
-            follow_change(tensor, self.program_trace, self._stage)
+            follow_changes(tensor, self.program_trace, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
         """Make a placed tensor for a tensor that exists already on ``stages``; elsewhere it is ``None``."""
@@ -267,7 +267,7 @@ class MicrobatchInterpreter:
         for result, alias in zip(results, prediction.aliases, strict=True):
             if alias is not None:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
-                share_memory(result, source, is_view=alias.is_view)
+                share_memory(result, source, alias)
         if ran is not None:
             constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):

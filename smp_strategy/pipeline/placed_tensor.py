@@ -10,7 +10,8 @@ them, and fall into four kinds:
 * operations that cannot be routed are refused by name.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
@@ -42,8 +43,27 @@ class TensorMemory:
     """Whether the memory belongs to a tensor that exists on every stage."""
     version: int = 0
     """Number of in-place changes."""
-    changed: tuple[Value, SegmentId, int] | None = None
-    """Value and segment of the last change, and the :attr:`PlacedTensor.family` of the changed tensor."""
+    whole: TensorSpec | None = None
+    """Metadata of the tensor to whom the memory belongs, once another shares it."""
+    changes: "Sequence[Change]" = ()
+    """The latest change of the whole memory, and all later ones; none of the time before the memory was shared."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """In-place change of a memory that tensors share."""
+
+    version: int
+    """Number of the change, from 1 on."""
+    result: "PlacedTensor"
+    """The changed tensor as it was after the change, with a memory of its own."""
+    family: int
+    offset: int | None
+    copy: object
+    """:class:`PlacedTensor`'s attributes of the changed tensor."""
+    is_recorded: bool
+    """Whether autograd recorded it."""
 
 
 class Interpreter(Protocol):
@@ -107,6 +127,8 @@ class PlacedTensor(Tensor):
         version: version of the memory that it represents.
         known: value on every stage, once code after the end of the program has asked for it.
         family: number in common with its views (autograd's base), but not with detached tensors.
+        offset: elements from the beginning of the memory; ``None``: unknown.
+        copy: equal for tensors whose real tensors share memory, too, if they are in one segment.
     """
 
     is_placed = True
@@ -119,6 +141,8 @@ class PlacedTensor(Tensor):
     memory: TensorMemory
     version: int = 0
     family: int
+    offset: int | None = 0
+    copy: object = None
     known: Tensor | None = None
 
     @staticmethod

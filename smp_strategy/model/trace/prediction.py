@@ -126,6 +126,8 @@ class Alias:
     """Number among the :class:`Made` outputs."""
     is_view: bool
     """Whether it is a view for autograd (a detached tensor shares memory, too)."""
+    offset: int | None = field(compare=False)
+    """Elements from the beginning of the other tensor to that of the output; ``None``: unknown."""
 
 
 @final
@@ -214,12 +216,19 @@ def _classify(leaf: Any, inputs: Sequence[Any]) -> Made | Same | Any:
 
 
 def _aliases(made: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Alias | None, ...]:
-    first: dict[int, tuple[int | None, int]] = {}
+    first: dict[int, tuple[int | None, int, Tensor]] = {}
     for position, leaf in enumerate(inputs):
         if isinstance(leaf, Tensor):
-            first.setdefault(storage_of(leaf), (position, -1))
+            first.setdefault(storage_of(leaf), (position, -1, leaf))
     found: list[Alias | None] = []
     for number, tensor in enumerate(made):
-        leaf, other = first.setdefault(storage_of(tensor), (None, number))
-        found.append(None if (leaf, other) == (None, number) else Alias(leaf, other, tensor._is_view()))
+        leaf, other, source = first.setdefault(storage_of(tensor), (None, number, tensor))
+        is_new = (leaf, other) == (None, number)
+        found.append(None if is_new else Alias(leaf, other, tensor._is_view(), _distance(source, tensor)))
     return tuple(found)
+
+
+def _distance(source: Tensor, tensor: Tensor) -> int | None:
+    """Elements between the beginnings; a symbol says nothing about other sizes."""
+    distance = tensor.storage_offset() - source.storage_offset()
+    return distance if isinstance(distance, int) and source.dtype == tensor.dtype else None

@@ -44,7 +44,7 @@ class _Formula:
         left = iter(found)
         outputs = tuple(_renumbered(output, left) for output in self.symbolic.outputs)
         changed = {position: with_numbers(spec, left) for position, spec in self.symbolic.changed.items()}
-        return replace(self.sample, outputs=outputs, changed=changed)
+        return replace(self.sample, outputs=outputs, changed=changed, aliases=self.symbolic.aliases)
 
 
 @final
