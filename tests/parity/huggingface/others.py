@@ -72,6 +72,28 @@ OTHERS: list[Architecture] = [
         is_in_order=False,
         note="compares masks at random points: against one stage",
     ),
+    *family(
+        "others",
+        objects,
+        {
+            "MaskFormerForInstanceSegmentation": {
+                "backbone_config": _SWIN,
+                "decoder_config": {
+                    "model_type": "detr",
+                    "d_model": 16,
+                    "encoder_layers": 1,
+                    "decoder_layers": 2,
+                    "encoder_attention_heads": 2,
+                    "decoder_attention_heads": 2,
+                    "encoder_ffn_dim": 16,
+                    "decoder_ffn_dim": 16,
+                    "num_queries": 5,
+                },
+                "fpn_feature_size": 32,
+                "mask_feature_size": 32,
+            },
+        },
+    ),
     *family("others", page, ["LayoutLMForTokenClassification"]),
     *family(
         "others",

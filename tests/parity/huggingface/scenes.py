@@ -20,15 +20,6 @@ _DETR = {"backbone_config": _RESNET, "num_queries": 5, "use_timm_backbone": Fals
 _VIDEO = {"num_frames": 4, "tubelet_size": 2, "decoder_num_hidden_layers": 2}
 
 SCENES: list[Architecture] = [
-    # Under most partitions a view is changed in place after a wait, while its base was made before: that is refused.
-    Architecture(
-        "scenes",
-        "ConditionalDetrForObjectDetection",
-        boxes,
-        _DETR,
-        strategy={"pipeline": "simple", "memory_weight": 1.0},
-        note="most partitions are refused",
-    ),
     *family(
         "scenes",
         boxes,
@@ -38,7 +29,9 @@ SCENES: list[Architecture] = [
                 "backbone_config": _PYRAMID,
                 "num_feature_levels": 3,
                 "d_model": 32,
+                "with_box_refine": True,
             },
+            "ConditionalDetrForObjectDetection": _DETR,
             "DetrForObjectDetection": _DETR,
             "TableTransformerForObjectDetection": _DETR,
             "YolosForObjectDetection": {"num_detection_tokens": 5, "image_size": [32, 32]},
