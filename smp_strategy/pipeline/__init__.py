@@ -39,6 +39,7 @@ Special cases. Results that are unpredictable, and tensors that are shared or ke
 ==================== ==========================================================================================
 unpredictable        Calls with data-dependent results.
 arguments            Preparation of call arguments.
+tensor_memory        Memory of placed tensors, and its in-place changes.
 aliasing             In-place changes of placed tensors, also through views.
 replicated_tensors   In-place changes of tensors that every stage has.
 kept_tensors         Placed tensors that outlive their step.

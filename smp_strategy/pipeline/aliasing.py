@@ -17,9 +17,10 @@ from smp_strategy.model.trace.prediction import Alias
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import check_tensor
-from smp_strategy.pipeline.placed_tensor import Change, Interpreter, PlacedTensor
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.routing import SegmentId
+from smp_strategy.pipeline.tensor_memory import Change
 
 __all__ = ["follow_changes", "place_plain", "share_memory", "take_change"]
 
@@ -83,7 +84,7 @@ def follow_changes(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int
             if change.result.born == tensor.born and change.copy is tensor.copy:
                 _note(tensor, change, program_trace, stage)
             else:
-                _write(tensor, change)
+                _write(tensor, change, program_trace)
     tensor.version = tensor.memory.version
 
 
@@ -105,11 +106,12 @@ def _note(tensor: PlacedTensor, change: Change, program_trace: ProgramTrace, sta
         tensor.origin = tensor.current = None
 
 
-def _write(tensor: PlacedTensor, change: Change) -> None:
+def _write(tensor: PlacedTensor, change: Change, program_trace: ProgramTrace) -> None:
     """Write the change into a new tensor, which ``tensor`` then stands for."""
     new, is_same = change.result, change.family == tensor.family
     repeats = any(size > 1 and stride == 0 for size, stride in zip(tensor.spec.size, tensor.spec.stride, strict=True))
-    if tensor.offset is None or change.offset is None or repeats or (tensor.spec.requires_grad and not is_same):
+    is_lost = program_trace.has_ended or repeats or (tensor.spec.requires_grad and not is_same)
+    if tensor.offset is None or change.offset is None or is_lost:
         raise UnsupportedError(
             f"A tensor of shape {list(tensor.spec.size)} shares its memory with one that was changed in place on stage "
             f"{new.born.stage}, but stands itself on stage {tensor.born.stage} or was made earlier there, so the "
@@ -127,6 +129,8 @@ def _write(tensor: PlacedTensor, change: Change) -> None:
 
 def _common_places(spec: TensorSpec, offset: int, other: TensorSpec, begin: int) -> Tensor | None:
     """For each element of a tensor the number of the element of another in the same place, or -1; ``None``: all -1."""
+    if not (spec.numel and other.numel):
+        return None
     extent = max(_end(spec, offset), _end(other, begin))
     numbers = torch.full((extent,), -1, device="cpu")
     numbers.as_strided(other.size, other.stride, begin).copy_(torch.arange(other.numel, device="cpu").view(other.size))

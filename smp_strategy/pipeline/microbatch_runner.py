@@ -18,6 +18,7 @@ from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, StepRun, trace_of
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import StepEnd
@@ -108,7 +109,9 @@ class MicrobatchRunner:
             current=self._current,
         )
         step = job.step
-        coroutine = Coroutine(lambda: step(microbatch), self._threads, seed=seed, streams=self.stage.streams)
+        coroutine = Coroutine(
+            lambda: up_to_date(step(microbatch)), self._threads, seed=seed, streams=self.stage.streams
+        )
         return program, coroutine
 
     def is_held(self, number: int) -> bool:

@@ -10,8 +10,7 @@ them, and fall into four kinds:
 * operations that cannot be routed are refused by name.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 import torch
@@ -28,42 +27,9 @@ from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_ops import ANSWERED, READS, REFUSED, calling_line, operation_name
 from smp_strategy.pipeline.routing import SegmentId
+from smp_strategy.pipeline.tensor_memory import TensorMemory
 
-__all__ = ["Interpreter", "PlacedTensor", "TensorMemory", "program_of"]
-
-
-@final
-class TensorMemory:
-    """Memory that a placed tensor shares with its views; an in-place change through one of them reaches them all.
-
-    Made for every placed tensor and rarely changed, so the initial values are class attributes.
-    """
-
-    is_plain: bool = False
-    """Whether the memory belongs to a tensor that exists on every stage."""
-    version: int = 0
-    """Number of in-place changes."""
-    whole: TensorSpec | None = None
-    """Metadata of the tensor to whom the memory belongs, once another shares it."""
-    changes: "Sequence[Change]" = ()
-    """The latest change of the whole memory, and all later ones; none of the time before the memory was shared."""
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Change:
-    """In-place change of a memory that tensors share."""
-
-    version: int
-    """Number of the change, from 1 on."""
-    result: "PlacedTensor"
-    """The changed tensor as it was after the change, with a memory of its own."""
-    family: int
-    offset: int | None
-    copy: object
-    """:class:`PlacedTensor`'s attributes of the changed tensor."""
-    is_recorded: bool
-    """Whether autograd recorded it."""
+__all__ = ["Interpreter", "PlacedTensor", "program_of"]
 
 
 class Interpreter(Protocol):

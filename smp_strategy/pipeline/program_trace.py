@@ -60,6 +60,7 @@ class ProgramTrace:
         # Whether the leader was on the path of the plan: nothing has to be compared as long as it is followed.
         # A leader of another plan says nothing of this one, so `_follow` compares `_expected` by identity.
         self._is_on_path = False
+        self.has_ended = False
         # Shared with the leader as long as it is followed; the keys hold the number of events, which fixes the path.
         self._returning: dict[tuple[int, int | None], frozenset[tuple[int, int]]] = {}
 
@@ -158,6 +159,7 @@ class ProgramTrace:
 
     def end(self) -> None:
         """Close the trace: the program has ended."""
+        self.has_ended = True
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)
         self._leader = None  # it would keep all records before it
         self._latest.trace = self

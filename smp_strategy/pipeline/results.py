@@ -16,7 +16,15 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.transport import Transport
 
-__all__ = ["begin_to_make_real"]
+__all__ = ["begin_to_make_real", "up_to_date"]
+
+
+def up_to_date(tree: Any) -> Any:
+    """``tree``, the result of a step, with all changes of its tensors' memory; called while the program still runs."""
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, PlacedTensor) and not leaf.program.closed:
+            leaf.program.check_current(leaf)
+    return tree
 
 
 def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_stages: int) -> Callable[[], Any]:

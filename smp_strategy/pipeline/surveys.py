@@ -13,6 +13,7 @@ from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, Step, trace_of
+from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 
@@ -72,7 +73,7 @@ def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any
     """
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
     with entered(runtime, program), runtime.collectives.open():
-        output = step(microbatch)
+        output = up_to_date(step(microbatch))
         if runtime.told is not None:
             runtime.told(output)
     program.close()

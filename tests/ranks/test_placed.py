@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
@@ -128,6 +129,33 @@ def test_what_cannot_be_placed_is_refused_with_the_reason(name):
     use, message = REFUSED[name]
     found = refusal(body_of(use))
     assert re.search(message, found, re.DOTALL), found
+
+
+def stale_results() -> Any:
+    torch.manual_seed(0)
+    net = Net(None)
+
+    def step(part: Any) -> dict[str, Tensor]:
+        x = part["x"]
+        a, b, c, d = net.blocks
+        h = a(x) * 1
+        row = h[0]
+        row += d(c(b(x))).mean(0)
+        return {"loss": row.pow(2).mean(), "h": h.detach(), "base": h, "empty": h[:0]}
+
+    if dist.is_initialized():
+        engine = engine_for(net)
+        run = engine.train_step(step, batch(), loss_of=lambda found: found["loss"])
+        return [{name: found[name].detach().clone() for name in ("h", "base", "empty")} for found in run.outputs]
+    return [{name: value.detach() for name, value in step(part).items()} for part in split(batch(), MICROBATCHES)[0]]
+
+
+def test_results_have_the_changes_that_were_made_through_views():
+    expected = stale_results()
+    for found in run_ranks(stale_results, 2):
+        for mine, plain in zip(found, expected, strict=True):
+            for name, value in mine.items():
+                assert torch.equal(value, plain[name]), name
 
 
 def test_a_change_that_cannot_reach_a_tensor_on_another_stage_is_refused():
