@@ -5,6 +5,7 @@ fails, and that of timm. Of them, detection models need ``nms``; ``roi_align`` h
 """
 
 import torch
+from torch import library
 
 __all__ = ["provide"]
 
@@ -20,9 +21,9 @@ def provide() -> None:
     try:
         torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
     except OSError:
-        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch.library.impl("torchvision::nms", "CPU", _nms)
+        library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.impl("torchvision::nms", "CPU", _nms)
         from torchvision.ops import boxes
 
         boxes._assert_has_ops = lambda: None

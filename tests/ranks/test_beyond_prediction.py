@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.testing import run_ranks
 
+from .step_runs import alone, assert_as_alone, engine_for, train
 from .steps import Block, Net, batch, one_after_the_other
-from .test_placed import alone, assert_as_alone, engine_for, train
 
 
 class KeepsSome(Block):

@@ -13,8 +13,8 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.testing import run_ranks
 
+from .step_runs import alone, assert_as_alone, engine_for, gradients, train
 from .steps import Block, Net, batch, one_after_the_other
-from .test_placed import alone, assert_as_alone, engine_for, gradients, train
 
 
 class Pair(nn.Module):

@@ -13,8 +13,8 @@ from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.pipeline import microbatch_runner as turns
 from smp_strategy.testing import run_ranks
 
+from .step_runs import engine_for
 from .steps import Net, batch
-from .test_placed import engine_for
 
 
 def this_rank() -> int:
