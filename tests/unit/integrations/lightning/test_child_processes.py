@@ -57,7 +57,12 @@ def test_a_child_that_is_killed_ends_a_process_that_waits_for_it_for_ever():
 
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (0, 0), (143, 0)])
 def test_an_exit_code_ends_it_unless_the_child_ended_on_purpose(code, expected):
-    done = launched("time.sleep(1.5)", f"raise SystemExit({code})")
+    then = """
+        import threading
+        while any(thread.name == "smp-child-watcher" for thread in threading.enumerate()):
+            time.sleep(0.01)
+    """
+    done = launched(then, f"raise SystemExit({code})")
     assert done.returncode == expected
     assert ("rank 1 failed first" in done.stderr) == (expected != 0)
 
@@ -72,7 +77,7 @@ def test_sigterm_ends_the_children_as_well_as_long_as_nobody_handles_it(tmp_path
     body = f"import os, pathlib, time; {pid}.write_text(str(os.getpid())); time.sleep(50)"
     then = f"""
         import pathlib, signal
-        while not {pid}.exists():
+        while not ({pid}.exists() and {pid}.read_text()):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(50)
@@ -94,7 +99,7 @@ pathlib.Path("done").touch()
 """
 WAITING = """
     import pathlib
-    while not pathlib.Path("begun").exists():
+    while not (pathlib.Path("begun").exists() and pathlib.Path("begun").read_text()):
         time.sleep(0.01)
 """
 
