@@ -186,17 +186,61 @@ def test_only_the_loss_is_sent_around():
     assert_same(on_ranks(only_losses, 2)[0], model.state_dict())
 
 
-def summed():
-    accelerator, model, optimizer = prepared({**PP2, "loss_reduction": "sum"})
+class Summed(nn.Module):
+    """Its loss is a sum over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = toy()
+
+    def forward(self, inputs, targets):
+        logits = self.inner(inputs)["logits"]
+        return {"loss": nn.functional.cross_entropy(logits, targets, reduction="sum"), "logits": logits}
+
+
+SPLIT = {"inner.inlet": "column", "inner.blocks.*.0": "column", "inner.outlet": "row"}
+SUMMING = {
+    "stages": PP2,
+    "replicas": {"microbatches": 2},
+    "split layers": {"tensor_parallel_degree": 2, "tensor_parallel": SPLIT, "microbatches": 4},
+    "split layers, own samples": {
+        "tensor_parallel_degree": 2,
+        "tensor_parallel": SPLIT,
+        "microbatches": 4,
+        "prescaled_batch": False,
+    },
+}
+
+
+def summed(smp, loss_in_model):
+    accelerator = fresh_accelerator({**smp, "loss_reduction": "sum", "loss_in_model": loss_in_model})
+    model = Summed()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses = []
     for batch in batches():
-        step(accelerator, optimizer, model(**batch)["loss"])
-    return whole_state(accelerator)
+        part = mine(accelerator, batch)
+        with torch.no_grad():
+            seen = model(**part)["loss"]
+        loss = model(**part)["loss"]
+        step(accelerator, optimizer, loss)
+        torch.testing.assert_close(loss.detach(), seen)
+        losses.append(loss.detach())
+    return losses, whole_state(accelerator), accelerator.smp.num_data_ranks
 
 
-def test_losses_that_are_sums():
-    model = toy()
-    plain_loop(model, adamw(model), batches(), loss_of=lambda *call: MICROBATCHES * loss_inside(*call))
-    assert_same(on_ranks(summed, 2)[0], model.state_dict())
+@pytest.mark.parametrize("loss_in_model", ["auto", True, False])
+@pytest.mark.parametrize("layout", SUMMING)
+def test_losses_that_are_sums(layout, loss_in_model):
+    (first, state, num_ranks), (second, *_) = on_ranks(summed, 2, SUMMING[layout], loss_in_model)
+    model = Summed()
+    optimizer = adamw(model)
+    for batch, one, other in zip(batches(), first, second, strict=True):
+        loss = model(**batch)["loss"] / num_ranks  # gradients are averaged over processes
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close((one + other) / 2, loss.detach(), rtol=1e-5, atol=1e-5)
+    assert_same(state, model.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def copied_and_hooked():

@@ -15,14 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.step_results import TrainStep
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
-from smp_strategy.integrations.accelerate.model_outputs import Packed, loss_in, only_of_input, only_once, place_on_graph
+from smp_strategy.integrations.accelerate.model_outputs import (
+    Packed,
+    loss_in,
+    only_of_input,
+    only_once,
+    place_on_graph,
+    replace_loss,
+)
 from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.pipeline.join_results import merge
 
@@ -111,9 +117,7 @@ class UndecidedCall:
         merged = merge(
             [place_on_graph(each, lambda of: [next(later) for _ in of]) for each in outputs], self._step.sizes
         )
-        place = loss_in(merged)
-        leaves, structure = flatten_output(merged)
-        return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
+        return replace_loss(merged, handed)
 
     def of_loss(self, gradient: Tensor) -> list[Tensor]:
         """Backward from the loss alone; returns the gradients of inputs."""

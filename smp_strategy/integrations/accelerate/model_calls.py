@@ -38,13 +38,14 @@ from smp_strategy.integrations.accelerate.model_outputs import (
     Packed,
     gradients_come_later,
     is_differentiable,
+    joined,
     loss_in,
     pack,
+    replace_loss,
     with_loss,
 )
 from smp_strategy.model.patching import Patches
 from smp_strategy.model.samples import Samples, find_samples
-from smp_strategy.pipeline.join_results import merge
 
 __all__ = ["CallOptions", "BackwardPrediction", "ModelCalls"]
 
@@ -228,12 +229,13 @@ class ModelCalls:
         with self._inside() as around:
             step = self._step(around, call)
             result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
-        return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
+        merged = joined([packed.result for packed in result.outputs], result.sizes, sums=self._adds_up)
+        return self._own(merged, call, result.sizes)
 
     def _train(self, inputs: ModelInputs, way: Any, kind: _ResultKind) -> Any:
         call, options = inputs.call, self._options
         prediction, parameters = self._prediction, self._engine.local_model.parameters
-        factor, sums = prediction.factor(), options.loss_reduction == "sum"
+        factor, sums = prediction.factor(), self._adds_up
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             step = self._step(around, call, inputs, only_loss=options.training_outputs == "loss")
@@ -291,8 +293,14 @@ class ModelCalls:
         call = inputs.call
         with self._inside() as around:
             step = self._engine.forward_step(self._step(around, call, inputs), call)
-        own = self._own_samples
-        return self._own(gradients_come_later(step, inputs, None if own is None else own.averaged), call, step.sizes)
+        combine = None if self._own_samples is None else self._own_samples.averaged
+        result = gradients_come_later(step, inputs, sums=self._adds_up, combine=combine)
+        return self._own(result, call, step.sizes)
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether a loss in the model is a sum over samples."""
+        return self._options.loss_reduction == "sum"
 
     @property
     def _own_samples(self) -> OwnSamples | None:
@@ -369,13 +377,18 @@ class ModelCalls:
     def _step(
         self, around: Callable[..., Any], call: Any, inputs: ModelInputs | None = None, *, only_loss: bool = False
     ) -> Callable[[Any], Packed]:
-        adds_up, called = self._options.loss_reduction == "sum", self._called
+        adds_up, called = self._adds_up, self._called
+        # Each rank has samples of its own: their sums are averaged over the ranks, as those of processes are.
+        num_sums = self._engine.mesh.tp if adds_up and self._own_samples is not None else 1
 
         def step(microbatch: Any) -> Packed:
             args, kwargs = microbatch if inputs is None else inputs.begin(microbatch)
             if not adds_up and NAME in kwargs:
                 kwargs = with_share_of_items(kwargs, microbatch, self._samples_of(call))
-            return pack(around(lambda: called(*args.values(), **kwargs)), only_loss=only_loss)
+            result = around(lambda: called(*args.values(), **kwargs))
+            if num_sums > 1 and (loss := loss_in(result)) is not None:
+                result = replace_loss(result, loss / num_sums)
+            return pack(result, only_loss=only_loss)
 
         return step
 

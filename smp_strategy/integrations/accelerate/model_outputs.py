@@ -37,11 +37,13 @@ __all__ = [
     "InputGradients",
     "gradients_come_later",
     "is_differentiable",
+    "joined",
     "loss_in",
     "only_of_input",
     "only_once",
     "pack",
     "place_on_graph",
+    "replace_loss",
     "with_loss",
 ]
 
@@ -91,6 +93,28 @@ def loss_in(result: Any) -> Tensor | None:
     else:
         found = result if isinstance(result, Tensor) else getattr(result, "loss", None)
     return found if isinstance(found, Tensor) and found.is_floating_point() and found.ndim == 0 else None
+
+
+def replace_loss(result: Any, loss: Tensor) -> Any:
+    """Rebuild ``result`` with ``loss`` in the place of its own."""
+    leaves, structure = flatten_output(result)
+    own = loss_in(result)
+    return pytree.tree_unflatten([loss if leaf is own else leaf for leaf in leaves], structure)
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[int], *, sums: bool) -> Any:
+    """Join the results of the microbatches.
+
+    Args:
+        outputs: result of each microbatch.
+        sizes: number of samples in each.
+        sums: whether a loss among them is a sum over samples, as opposed to a mean.
+    """
+    result = merge(outputs, sizes)
+    losses = [loss for loss in map(loss_in, outputs) if loss is not None]
+    if not sums or len(losses) < len(outputs):
+        return result
+    return replace_loss(result, sum(losses[1:], losses[0]))
 
 
 def pack(result: Any, *, only_loss: bool = False) -> Packed:
@@ -167,23 +191,21 @@ def with_loss(
         return refused
 
     ended = [place_on_graph(packed, refuse) for packed in outputs]
-    merged = merge(ended, sizes)
-    leaves, structure = flatten_output(merged)
-    place = loss_in(merged)
     handed = loss_that_commits(loss, only_once(commit))
     if inputs is not None:
         handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
-    return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
+    return replace_loss(merge(ended, sizes), handed)
 
 
 def gradients_come_later(
-    step: ForwardStep, inputs: ModelInputs, combine: Callable[[Tensor], Tensor] | None = None
+    step: ForwardStep, inputs: ModelInputs, *, sums: bool, combine: Callable[[Tensor], Tensor] | None = None
 ) -> Any:
     """Merge the results of a step whose backward runs when the script calls it.
 
     Args:
         step: has run forward.
         inputs: differentiable inputs.
+        sums: whether a loss among the results is a sum over samples.
         combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
@@ -200,7 +222,8 @@ def gradients_come_later(
 
     anchor = _anchor(found)
     later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
-    return merge([place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
+    ended = [place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs]
+    return joined(ended, step.sizes, sums=sums)
 
 
 def place_on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
