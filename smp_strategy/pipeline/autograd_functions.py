@@ -21,6 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.compiled_code import uncompiled_where
 from smp_strategy.model.padded_encoder import padded_encoders
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, program_of
@@ -33,7 +34,7 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 @contextmanager
 def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | None = None) -> Iterator[None]:
-    """Context in which autograd Functions, checkpoints and padded encoders in the glue are intercepted.
+    """Context in which autograd Functions, checkpoints, padded encoders and compiled code in the glue are intercepted.
 
     Args:
         current: holder of the running program. Checkpoints are intercepted by it rather than by their arguments: these
@@ -61,7 +62,7 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
     setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
     try:
-        with padded_encoders(lambda: glue() is not None):
+        with padded_encoders(lambda: glue() is not None), uncompiled_where(lambda: glue() is not None):
             yield
     finally:
         type.__setattr__(torch.autograd.Function, "apply", apply)
