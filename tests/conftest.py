@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.grids import enough
+from tests.grids import LONGEST, enough, spaced
 
 torch.set_num_threads(1)
 settings.register_profile("suite", max_examples=50, deadline=None)
@@ -46,8 +46,10 @@ def sparse(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Those of the ``cases`` of a test that are run."""
     if mark := cases[0].get_closest_marker("one_in"):
         return cases[:: mark.args[0]]
+    if not any(f"tests/{folder}/" in cases[0].nodeid for folder in COSTLY):
+        return cases
     # The names of the values, one for each `parametrize`: pytest tells nowhere else which values came together.
     values = [dict(enumerate(call._idlist)) if (call := getattr(case, "callspec", None)) else {} for case in cases]
-    if len(values[0]) < 2 or not any(f"tests/{folder}/" in cases[0].nodeid for folder in COSTLY):
-        return cases
-    return [cases[number] for number in enough(values)]
+    if len(values[0]) > 1:
+        cases = [cases[number] for number in enough(values)]
+    return [cases[number] for number in spaced(len(cases), LONGEST)]

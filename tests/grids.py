@@ -2,14 +2,18 @@
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
 with others. ``pytest --sparse`` (that is ``make test``) runs so few that each value of each parameter occurs, together
-with values that have not occurred yet as far as possible; ``make test-all`` runs all of them.
+with values that have not occurred yet as far as possible; ``make test-all`` runs all of them. Of a long table, cases at
+equal distances are run: neighbours are alike.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["enough"]
+__all__ = ["LONGEST", "enough", "spaced"]
+
+# Cases of one test that are enough for every day.
+LONGEST = 8
 
 
 def enough(cases: Sequence[dict[Any, Any]]) -> list[int]:
@@ -29,3 +33,8 @@ def enough(cases: Sequence[dict[Any, Any]]) -> list[int]:
         missing -= cases[best].items()
         used.update(cases[best].items())
     return sorted(chosen)
+
+
+def spaced(count: int, most: int) -> list[int]:
+    """The numbers of at most ``most`` out of ``count`` cases, at equal distances, the first among them."""
+    return list(range(count)) if count <= most else [number * count // most for number in range(most)]

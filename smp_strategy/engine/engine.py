@@ -42,7 +42,7 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
-from smp_strategy.engine.parallelize import parallelize
+from smp_strategy.engine.parallelize import connect, parallelize
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
@@ -159,7 +159,12 @@ class Engine:
         return self._parts.spread
 
     def attach(
-        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        keep_shared: Sequence[nn.Module] = (),
+        trains: bool = True,
     ) -> None:
         """Attach ``module``, which is whole on every rank; collective. A detached module is partitioned as before.
 
@@ -168,6 +173,7 @@ class Engine:
             optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.microbatch_state`.
+            trains: whether there will be training steps. If not, ``module`` may be as :meth:`stays_spread` says.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
@@ -181,6 +187,11 @@ class Engine:
         if optimizers:
             refuse_trained(self._without_masters, self.config)
         if self._calls.are_intercepted:
+            return
+        if not trains and self.stays_spread(module):
+            self._calls.intercept(self._units, module)
+            connect(self._parts, self.local_model)
+            attached.note(self)
             return
         self.restore_everywhere()
         if self.config.fp16_params:
@@ -201,6 +212,11 @@ class Engine:
             self._parts.known_layout = Layout.undecided(self.config, module, self._units, mesh, self.device, given)
         self._calls.intercept(self._units, module)
         attached.note(self)
+
+    def stays_spread(self, module: nn.Module) -> bool:
+        """Whether no rank has all of ``module`` since the last run, and evaluation needs no more than that."""
+        local, is_delayed = self._parts.local_model, self.config.delayed_parameter_initialization
+        return is_delayed and local is not None and local.is_spread_as_made and self.serves(module)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether ``module`` is the attached one, with the same units and the same stages set by hand."""

@@ -137,6 +137,7 @@ class LocalModel:
             reduce_dtype(config),
             keeps_buffers=not config.broadcast_buffers,
         )
+        self._made_of = list(module.parameters())
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
@@ -151,6 +152,12 @@ class LocalModel:
         names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
+
+    @property
+    def is_spread_as_made(self) -> bool:
+        """Whether no rank has the full module, and it still has the parameters that this local model was made of."""
+        now = list(self._module.parameters())
+        return self.whole_on == "none" and list(map(id, now)) == list(map(id, self._made_of))
 
     @property
     def is_whole_here(self) -> bool:

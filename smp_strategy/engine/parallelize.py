@@ -11,7 +11,8 @@
 From then on a rank has a smaller model. With tensor parallelism there is one such model per part, each with its own
 pipeline and all with the same partition; they meet in split layers only.
 
-The decisions are in :class:`~smp_strategy.engine.layout.Layout` and last; the local model is made again for each run.
+The decisions are in :class:`~smp_strategy.engine.layout.Layout` and last. The local model is made again for each run,
+except for evaluation with a module that was built on the meta device: it stays as training has left it.
 """
 
 import itertools
@@ -53,7 +54,7 @@ from smp_strategy.tensor_parallel.plan.patterns import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["parallelize"]
+__all__ = ["connect", "parallelize"]
 
 
 def parallelize(
@@ -75,7 +76,7 @@ def parallelize(
         UnsupportedError: the step uses tensors in a way that a rank with some of them cannot follow.
         SMPError: layers would be split otherwise than in the last run.
     """
-    layout, mesh, calls = parts.layout, parts.mesh, parts.calls
+    layout, mesh = parts.layout, parts.mesh
     parts.delayed.prepare(layout.units, parts.optimizers)
     if layout.group is not None:
         _split_layers(parts, first, layout.group)
@@ -96,12 +97,23 @@ def parallelize(
     )
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
+    connect(parts, local_model)
+    return local_model
+
+
+def connect(parts: EngineParts, local_model: LocalModel) -> None:
+    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
+
+    Args:
+        parts: Parts of the engine, with intercepted units. Gets the runtime.
+        local_model: Parameters of this rank, of this run or of the one before.
+    """
+    mesh, calls = parts.mesh, parts.calls
     transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout) if mesh.pp > 1 else None
     local_model.show_in(parts.views, transport, lambda: parts.optimizers)
     if calls.mixed_precision is not None:
         calls.mixed_precision.keep(local_model.whole_parameters)
     calls.runtime = _runtime(parts, local_model, transport)
-    return local_model
 
 
 def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> None:

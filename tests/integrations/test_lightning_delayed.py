@@ -96,6 +96,48 @@ def fit_on(folder, options, checkpoint):
     return fit(folder, NEWER, options, ckpt_path=checkpoint, max_epochs=2)
 
 
+EVALUATED = {
+    "pp2": {"pipeline_parallel_degree": 2},
+    "sdp2": {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0},
+    "tp2": {"tensor_parallel_degree": 2, "tensor_parallel": {"net.1.0": "column"}},
+}
+
+
+def evaluate_after_training(folder, layout):
+    spread, norms = [], []
+
+    def on_start(self):
+        spread.append(self.trainer.strategy.engine.is_spread)
+        norms.append(self.net[0].weight.norm().item())
+
+    hooks = {f"on_{name}_start": on_start for name in ("test", "predict")}
+    module = toy_module(configure_model=configure_model, **hooks)
+    options = {"microbatches": 2, "delayed_parameter_initialization": True, **layout}
+    # Replicas see the same samples, so that one process does as well.
+    trainer = toy_trainer(folder, smp=options, max_epochs=1, use_distributed_sampler=False)
+    data = toy_loader(shuffle=False)
+    trainer.fit(module, data, data)
+    trainer.save_checkpoint(folder / "one.ckpt")
+    found = [trainer.test(module, data, verbose=False)]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data, data)  # a second training run begins with the whole module
+    found += trainer.test(module, data, verbose=False)
+    found += trainer.validate(module, data, verbose=False, ckpt_path=folder / "one.ckpt")
+    found.append(torch.cat(trainer.predict(module, data)))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return found, norms, spread
+
+
+@pytest.mark.parametrize("layout", EVALUATED)
+def test_evaluation_after_training_uses_the_parts_that_ranks_have(layout, tmp_path):
+    [(expected, norms, _)] = on_ranks(evaluate_after_training, 1, tmp_path / "1", {})
+    for found, their_norms, spread in on_ranks(evaluate_after_training, 2, tmp_path / "2", EVALUATED[layout]):
+        assert spread == [True] * 3
+        assert their_norms == pytest.approx(norms, rel=1e-4)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert_same_weights(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), rtol=1e-3, atol=1e-4)
+
+
 def fit_what_was_built_on_meta(folder, options):
     with torch.device("meta"):
         module = toy_module()

@@ -206,9 +206,12 @@ class StrategyHooks(DelegatingStrategy):
         speak(OF_LIGHTNING)
         self._has_failed = False
         self._checkpoints.begin_processes()
-        # An earlier run may have left the module spread over the ranks. Callbacks that copy it in `setup` need an
-        # ordinary module.
-        restore_left(self.lightning_module)
+        # An earlier run may have left the module spread over the ranks. Callbacks that copy it in `setup` of a training
+        # run need an ordinary module.
+        module, engine = self.lightning_module, self._engine
+        assert module is not None
+        if engine is None or self._is_fitting(module.trainer) or not engine.stays_spread(module):
+            restore_left(module)
 
     # Model and optimizers
 
@@ -219,11 +222,13 @@ class StrategyHooks(DelegatingStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         states = self.tree.pytorch("trainer.states")
-        fitting = trainer.state.fn == states.TrainerFn.FITTING
-        self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        fitting = self._is_fitting(trainer)
         self._engine = self._engine_for(module)
-        self._engine.attach(module)
+        self.model = module
+        if fitting or not self._engine.stays_spread(module):
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+        self._engine.attach(module, trains=fitting)
         # Lightning divides samples for `predict` unevenly, but ranks that exchange samples need equally many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint)
@@ -237,7 +242,7 @@ class StrategyHooks(DelegatingStrategy):
         refuse_unsupported(trainer, module, self.optimizers, spreads=spreads)
         self.setup_precision_plugin()
         self._engine.attach(
-            module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+            module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module), trains=fitting
         )
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
@@ -299,6 +304,9 @@ class StrategyHooks(DelegatingStrategy):
             self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         else:
             self.model.to(device)
+
+    def _is_fitting(self, trainer: Any) -> bool:
+        return bool(trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING)
 
     def _engine_for(self, module: Any) -> Engine:
         """The engine of the last run, if it fits ``module`` as it is now, or a new one."""
