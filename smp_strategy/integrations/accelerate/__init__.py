@@ -11,7 +11,6 @@ Reading order::
     model_calls.py                        calls of the model become engine steps; prediction of their backward
     loss_use.py                           which results of the model a script trains on
     model_inputs.py, model_outputs.py     differentiable inputs; results on the script's autograd graph
-    generation.py                         caches of models that generate
     model_methods.py                      public methods of the model that call its units
     optimizer.py, no_sync.py              optimizer and scheduler wrappers; gradient accumulation
     data.py                               loaders: sharded over replicas, same batches within a replica

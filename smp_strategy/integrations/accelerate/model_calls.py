@@ -18,7 +18,7 @@ repeat themselves, so the observed values of one call are the prediction for the
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.generation import without_cache
 from smp_strategy.integrations.accelerate.loss_use import LossUses, Repetition, UndecidedCall
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import ModelMethods
@@ -321,7 +320,7 @@ class ModelCalls:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
         if name in _WHOLE and self._engine.mesh.pp > 1:
-            kwargs = without_cache(kwargs)
+            kwargs = _without_cache(kwargs)
         number = self._kinds.setdefault(
             (name, *self._way_of(ModelCall(dict(enumerate(args)), kwargs))), len(self._kinds)
         )
@@ -424,3 +423,15 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return type(value).__qualname__, value.requires_grad
     return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__
+
+
+def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``generate``, without a cache if the text is padded, which takes longer and gives the same text.
+
+    Each stage has the keys and values of its own units (:mod:`smp_strategy.pipeline.carried_objects`). Code above the
+    units makes masks of the length that the cache reports, for its first layer mostly, which is empty on all stages but
+    one. Text without padding needs no mask.
+    """
+    mask = kwargs.get("attention_mask")
+    is_padded = isinstance(mask, Tensor) and not bool(mask.all())
+    return {**kwargs, "use_cache": False} if is_padded else dict(kwargs)

@@ -9,8 +9,8 @@ Reading order::
     same_batches.py                        ranks of a replica that read different batches
     step_output.py, own_outputs.py         StepOutput; outputs of a rank's own samples
     distributed_model.py, model_parts.py   smp.DistributedModel; what this rank holds of a model
-    distributed_optimizer.py, clipping.py  smp.DistributedOptimizer, loss scaling; clipping by the norm of all ranks
-    unwrapped_optimizers.py, comm_hooks.py optimizers that are not wrapped; hooks of DistributedDataParallel
+    distributed_optimizer.py               smp.DistributedOptimizer, loss scaling
+    unwrapped_calls.py, comm_hooks.py      PyTorch's clipping and optimizers; hooks of DistributedDataParallel
     model_state.py, save_and_load.py       state dicts, whole or in parts; smp.save and smp.load
     checkpoint_calls.py                    smp.save_checkpoint and smp.resume_from_checkpoint
     creation.py                            contexts for models that are being created; smp.checkpoint

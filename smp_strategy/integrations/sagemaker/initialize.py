@@ -12,10 +12,9 @@ from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.errors import SMPError
-from smp_strategy.integrations.sagemaker.clipping import GlobalClipping
 from smp_strategy.integrations.sagemaker.run_state import RunState, begin_current, end_current, is_initialized
 from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
-from smp_strategy.integrations.sagemaker.unwrapped_optimizers import refuse_unwrapped
+from smp_strategy.integrations.sagemaker.unwrapped_calls import GlobalClipping, refuse_unwrapped
 
 __all__ = ["init", "shutdown"]
 
