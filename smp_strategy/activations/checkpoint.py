@@ -17,11 +17,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
 from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.selective import Products
+from smp_strategy.distributed.torch_private import after_backward, is_in_backward
 from smp_strategy.errors import UnsupportedError, changed_in_place
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
@@ -148,7 +148,7 @@ class Recomputed:
             call = group.pop()
             results = call._run_again(results, is_last=not group)
         content = slot.take()
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._clear()  # the graph is only inspected; no backward will use this
         return content
 
@@ -161,9 +161,9 @@ class Recomputed:
         """
         slots = [each() for each in self._slots]
         wanted = [number for number, slot in enumerate(slots) if slot is not None and not slot.is_filled]
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # When the whole backward is over: a retained graph must not keep the recomputed activations.
-            Variable._execution_engine.queue_callback(_when_alive(self))
+            after_backward(_when_alive(self))
         last = wanted[-1] if wanted else -1
         number = -1
 

@@ -35,6 +35,7 @@ from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.activations.offload_tensors import OffloadedTensor, OffloadedTensors, Saved, storages_of
 from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
 from smp_strategy.distributed.pinned_pool import PinnedPool
+from smp_strategy.distributed.torch_private import outer_saved_tensor_hooks
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.tensor_spec import storage_of
 
@@ -216,7 +217,7 @@ class Offload:
         calls = self._calls.setdefault(place[0], [])
         call = _OffloadedCall(place, len(calls), self._is_near(place, len(calls)), module)
         calls.append(call)
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = outer_saved_tensor_hooks()
         keep = functools.partial(self._keep, call, None if outer is None else outer[0])
         read = ReadBack(self._read, None if outer is None else outer[1])
         unit, why = type(module).__name__, "whose activations are offloaded"

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from smp_strategy.distributed.torch_private import without_version_key
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.dispatch import draws
 from smp_strategy.model.trace.tensor_spec import storage_of
@@ -160,7 +161,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[int]:
 
 def _alias(tensor: Tensor) -> Tensor:
     """``tensor`` without autograd metadata, but with its version counter."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with without_version_key():
         return tensor.detach()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
+from smp_strategy.distributed.torch_private import disabled_torch_function
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["DeferredOperation", "DeferredResult", "EntryRecipe", "Recipe", "StandIn", "entries_of", "value_of"]
@@ -142,7 +143,7 @@ class StandIn(Tensor):
     recipe: Recipe
     _storage: _NoStorage
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __new__(cls, info: LocalTensorInfo, recipe: Recipe) -> "StandIn":
         """A tensor of this class, which has no memory."""

@@ -22,8 +22,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from smp_strategy.distributed.torch_private import after_backward, current_backward, is_in_backward
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["BackwardTracker", "TrackedCall"]
@@ -114,7 +114,7 @@ class BackwardTracker:
         for node in nodes:
             node.register_prehook(partial(self._tell, call))
         # A call that is repeated in backward may serve to save tensors only, and none arrives there.
-        if nodes and not _is_in_backward():
+        if nodes and not is_in_backward():
             call.await_backward()
 
     def arrive(self, call: TrackedCall) -> None:
@@ -127,10 +127,10 @@ class BackwardTracker:
                 "gathered for each use. What it saves would read weights that are gone. Set `sdp_gather=step`, or "
                 "compute such gradients inside a unit."
             )
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward not in self._active:
             self._active[backward] = []
-            Variable._execution_engine.queue_callback(partial(self._end, backward))
+            after_backward(partial(self._end, backward))
         later = self._take_later(call, backward)
         call.await_backward()
         call.is_active = True
@@ -178,7 +178,3 @@ class BackwardTracker:
         for call in calls:
             self._leave(call)
         self._tell_done(calls)
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

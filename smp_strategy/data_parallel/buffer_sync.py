@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.torch_private import overlaps_itself
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = ["Notes", "BufferSync"]
@@ -199,4 +200,4 @@ def _put(module: nn.Module, spec: _Spec, value: Tensor) -> None:
 def _takes(buffer: Tensor, value: Tensor) -> bool:
     """Whether ``value`` can be written to ``buffer``; not if that is expanded, or was made in inference mode."""
     is_alike = buffer.shape == value.shape and buffer.dtype == value.dtype
-    return is_alike and not buffer.is_inference() and torch._debug_has_internal_overlap(buffer) != 1
+    return is_alike and not buffer.is_inference() and not overlaps_itself(buffer)

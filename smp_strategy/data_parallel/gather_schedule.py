@@ -22,6 +22,7 @@ from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.saved_weights import is_in, weights_guarded
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import wait_for
+from smp_strategy.distributed.torch_private import is_in_backward, sequence_number
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result
@@ -158,7 +159,7 @@ class GatherSchedule:
                 result = function(*args, **kwargs)
                 self._results(name, memory, result)
                 return result
-            made_before = torch._C._autograd._get_sequence_nr()
+            made_before = sequence_number()
             call = self._backwards.begin(number, token)
             with (
                 without_transforms(f"`{name}`", "whose weights are spread over ranks", _WITHOUT_SHARDING),
@@ -268,7 +269,7 @@ class GatherSchedule:
         """Called before a saved weight is read: make sure that it is there."""
         if self._claims[call.unit]:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             raise UnsupportedError(
                 f"A weight that `{self._names[call.unit]}` has saved for backward is read outside of a backward, but "
                 "is not there: it is spread over ranks, and gathered for uses. Gather it once per step."

@@ -13,10 +13,10 @@ these; hooks outside of it get all tensors except the weights, as they would wit
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from smp_strategy.distributed.torch_private import outer_saved_tensor_hooks
 from smp_strategy.errors import changed_in_place
 from smp_strategy.model.compiled_code import leave_uncompiled
 
@@ -33,7 +33,7 @@ def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> save
         memory: Address ranges of the weights.
         needed: Makes sure that the weights are there; called before each read.
     """
-    outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer: _Hooks | None = outer_saved_tensor_hooks()
 
     def save(tensor: Tensor) -> _Saved:
         if is_in(memory, tensor):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed.door_words import door_words
+from smp_strategy.distributed.torch_private import disabled_torch_function
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["ShardedGradient"]
@@ -47,7 +48,7 @@ class ShardedGradient(Tensor):
         made.is_used = is_used
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"ShardedGradient({list(self.shape)}, of which {self.piece.numel()} elements are on this rank)"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.torch_private import unscale_
 from smp_strategy.precision.grad_scaler import UnscaleResult
 
 __all__ = ["agreed", "unscale_gradients"]
@@ -36,7 +37,7 @@ def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> Unsca
         overflow = torch.zeros((), device=device)
         # The kernel of PyTorch's scaler: divides and checks in one pass. Reciprocal in double precision, as there.
         inverse = torch.tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+        unscale_(gradients, overflow, inverse)
         overflows.append(overflow)
     # The optimizer will get these cast to float16, like their parameters.
     overflows += [values.abs().amax() > torch.finfo(torch.float16).max for values in of_halves]

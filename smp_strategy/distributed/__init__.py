@@ -14,5 +14,6 @@ Reading order:
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
 * ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.
+* ``torch_private``: private functions of PyTorch, in one place.
 * ``balance``, ``buckets``: greedy balancing (LPT); many small tensors in few messages.
 """

@@ -40,6 +40,7 @@ from smp_strategy.distributed.failure import StoreCall, current_run, first_failu
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
@@ -281,7 +282,7 @@ class Watch:
         mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
         if wait is not self._wait and wait is not None:
             return  # that wait is over meanwhile
-        store, rank, size = dist.distributed_c10d._get_default_store(), self.rank, self._world_size
+        store, rank, size = default_store(), self.rank, self._world_size
         self._call = StoreCall(lambda: _exchange(store, rank, size if wait is not None else 0, mine))
 
     def _judge(self, wait: _Wait, found: "dict[int, Position] | SMPError", now: float, waited: float) -> None:
@@ -322,7 +323,7 @@ class Watch:
             return
         wait.verdict = verdict
         if not isinstance(verdict, PeerFailedError):
-            store, rank = dist.distributed_c10d._get_default_store(), self.rank
+            store, rank = default_store(), self.rank
             text, run = f"{type(verdict).__name__}: {verdict}", current_run()
             StoreCall(lambda: publish(store, rank, text, run)).within(PAUSE_SECONDS)
         peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import PeerFailedError, SMPError
 
 __all__ = [
@@ -252,7 +253,7 @@ def _store_in_reach() -> dist.Store | None:
     """Store of the process group; ``None``: there is none, or its server is gone."""
     if not dist.is_initialized():
         return None
-    default = inner = dist.distributed_c10d._get_default_store()
+    default = inner = default_store()
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     if isinstance(inner, dist.TCPStore):

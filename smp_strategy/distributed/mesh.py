@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.distributed.torch_private import default_group, set_group_timeout
 from smp_strategy.errors import ConfigError
 
 __all__ = ["ProcessMesh"]
@@ -82,7 +83,7 @@ class ProcessMesh:
         if timeout is not None:
             # DeviceMesh gives its groups the backend's default, not that of the default group.
             for group in self._along.values():
-                dist.distributed_c10d._set_pg_timeout(timeout, group)
+                set_group_timeout(group, timeout)
         # A group of its own even if it has the same ranks: messages here must not queue up behind parameters.
         is_sharded, is_split = self.shard_group is not None, self.tp_group is not None
         self._all_replicas = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else None
@@ -203,7 +204,7 @@ def _refuse_without_host(device_type: str) -> None:
 
     If it is bound to a device, they would be split off from it instead.
     """
-    group = dist.distributed_c10d._get_default_group()
+    group = default_group()
     carried = {device.type for device in group._device_types}
     lacking = {"cpu", device_type} - carried
     if not lacking and (device_type == "cpu" or group.bound_device_id is None):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from smp_strategy.distributed.torch_private import plain_functions_and_modes
 from smp_strategy.model.guarded_tensors import guard_of
 from smp_strategy.model.trace.pytree import given_to, leaves_of
 
@@ -75,7 +76,7 @@ class WrittenWeights(TorchFunctionMode):
 
     def _keep(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._before and guard_of(parameter) is None and not parameter.is_meta:
-            with torch._C.DisableTorchFunction():
+            with plain_functions_and_modes():
                 # Unlike that of `detach()`, its version is its own: putting values back is no change.
                 memory = parameter.data
                 self._before[id(parameter)] = (memory, memory.clone())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.deferred_memory import DeferredMemory, DeferredView, Known, ReadRun
 from smp_strategy.model.meta_tensors import leave_meta
@@ -103,7 +104,7 @@ class DeferredTensor(Tensor):
                 return func(first._node.value({}), *args[1:], **(kwargs or {}))
         if func == _SET_DATA:
             return _set_data(args[0], args[1])
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -392,6 +393,6 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     else:
         node = DeferredView(DeferredMemory(lambda known: data.detach()))
         node.base.change_at_once(data.detach())
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))
     tensor._node = node

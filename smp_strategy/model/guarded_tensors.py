@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.metadata_ops import METADATA
 
@@ -46,7 +47,7 @@ __all__ = [
 # subclasses with the same layout. Guards nest: a hook's view watches parameters that rest.
 
 # Context in which operations reach the memory behind guarded tensors, for code that tells them apart itself.
-in_plain_sight: Any = torch._C.DisableTorchFunctionSubclass
+in_plain_sight: Any = plain_functions
 
 # Attribute of a guarded tensor that holds its `_Guarded`.
 _GUARD = "_smp_guard"

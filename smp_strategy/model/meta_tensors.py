@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.distributed.torch_private import swap_contents
+
 __all__ = ["has_unset", "leave_meta", "ordinary", "unset", "without_memory", "zero_values"]
 
 
@@ -27,7 +29,7 @@ def leave_meta(tensor: Tensor, values: Tensor) -> None:
         setattr(values, hooks, getattr(tensor, hooks))
     # The last step of `torch.utils.swap_tensors`, which exchanges class and attributes as well, and refuses tensors
     # with weak references. Here references, weak ones too, must keep meaning the same object.
-    torch._C._swap_tensor_impl(tensor, values)
+    swap_contents(tensor, values)
 
 
 def unset(tensor: Tensor, device: torch.device, *, marks: bool = True) -> Tensor:

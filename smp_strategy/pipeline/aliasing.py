@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.prediction import Alias
@@ -157,7 +158,7 @@ def _standing(tensor: PlacedTensor) -> PlacedTensor:
 
 
 def _set_requires_grad(tensor: PlacedTensor, spec: TensorSpec) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         tensor.requires_grad_(spec.requires_grad)
 
 

@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, final
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall
 from smp_strategy.distributed.torch_modes import NOTHING
+from smp_strategy.distributed.torch_private import is_under_transform
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
@@ -210,7 +210,7 @@ class MicrobatchInterpreter:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_under_transform():
             refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)
         placed, given = self._arguments.open(leaves)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.pipeline.inner_gradients import gradients_in_step
 from smp_strategy.pipeline.segments import start_of_gradient
 
@@ -53,7 +54,7 @@ def _begin_gradient(program: Any, tensor: Any, requires_grad: bool = True) -> An
     if not requires_grad:
         raise RuntimeError("`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`.")
     begun = program.operation("requires_grad_", start_of_gradient, (tensor,), {})
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         tensor.requires_grad_()
     tensor.value, tensor.spec, tensor.born = begun.value, begun.spec, begun.born
     tensor.origin, tensor.current = begun.origin, begun.current

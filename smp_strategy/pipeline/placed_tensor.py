@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.activations.policy import ActivationPolicy
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Value
 from smp_strategy.model.trace.metadata_ops import METADATA
@@ -171,7 +172,7 @@ class PlacedTensor(Tensor):
         if len(types) > 1 and func not in ANSWERED and any(getattr(kind, "is_guarded", False) for kind in types):
             return NotImplemented  # weights of other stages route these operations themselves
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         if func in REFUSED:
             raise UnsupportedError(f"`{operation_name(func)}` of a placed tensor{calling_line()}: {REFUSED[func]}")

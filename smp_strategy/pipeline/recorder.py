@@ -11,10 +11,10 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import final
 
-import torch.autograd.profiler
 from torch.profiler import record_function
 
 from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.distributed.torch_private import is_profiling
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.transport import Transport
@@ -38,7 +38,7 @@ class Recorder:
         """Carry out ``action`` and note its times."""
         waited, start = self._seconds_waited(), perf_counter()
         # As torch itself asks before it spends time on ranges.
-        if torch.autograd.profiler._is_profiler_enabled:
+        if is_profiling():
             with record_function(str(action)):
                 do(action)
         else:

@@ -8,9 +8,9 @@ in a buffer) every stage gets the values and makes the change itself, so that bu
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from smp_strategy.distributed.torch_private import num_storage_uses
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Prediction
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
@@ -45,7 +45,7 @@ def must_run_everywhere(name: str, leaves: Sequence[Any], prediction: Prediction
         return True
     for position in plain:
         tensor = leaves[position]
-        if tensor._is_view() or torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > UNSHARED:
+        if tensor._is_view() or num_storage_uses(tensor) > UNSHARED:
             raise _refusal(name, tensor)
     return False
 

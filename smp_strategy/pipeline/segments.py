@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp_strategy.distributed.torch_modes import recording
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
 __all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "edge_of", "enter", "import_at", "start_of_gradient"]
@@ -39,7 +40,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     """Gradient edge at which the backward of ``tensor`` begins."""
     # It takes a view of a tensor that an autograd Function has made, whose node, not being Python's, holds the graph.
     # A subclass of Tensor would make that view in its own way, and its node may be one of Python's again.
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         return get_gradient_edge(tensor)
 
 

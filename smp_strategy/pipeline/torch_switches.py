@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.backends import cuda
 
+from smp_strategy.distributed.torch_private import plain_functions
+
 __all__ = ["Frozen", "TorchSettings"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -60,15 +62,15 @@ class Frozen(_Settings):
 
     def values_of_now(self) -> tuple[Any, ...]:
         """Current values, in the order of the parameters."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
+        with plain_functions():  # parameters of other stages are a subclass
             return tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def __getitem__(self, name: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return self._parameters[name].requires_grad
 
     def __setitem__(self, name: Any, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             self._parameters[name].requires_grad_(value)
 
 

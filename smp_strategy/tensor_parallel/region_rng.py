@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.device import generator_of
+from smp_strategy.distributed.torch_private import after_backward, is_in_backward
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.tensor_parallel.group import TensorGroup
 
@@ -67,9 +68,9 @@ class RegionRng:
         seed = derive_seed(*_drawn(generator), self._group.rank)
         self._inside = _InRegion(layer, generator, seed, generator.get_state())
         generator.manual_seed(seed)
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # A recomputation, which may stop before the end of the region.
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+            after_backward(self.leave)
 
     def leave(self) -> None:
         """Return to the random numbers that all ranks draw."""

@@ -139,3 +139,12 @@ def test_ranks_wait_for_each_other_in_the_way_that_is_watched(path):
         if of_torch and not any(keyword.arg == "async_op" for keyword in node.keywords):
             bare.append(ast.unparse(node))
     assert not bare
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_private_functions_of_pytorch_are_called_in_one_place(path):
+    if name_of(path) in ("smp_strategy/distributed/torch_private.py", "smp_strategy/model/compiled_code.py"):
+        return
+    assert not re.findall(
+        r"torch\._C\b|_execution_engine|distributed_c10d\._|torch\._dynamo\.eval_frame", path.read_text()
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.distributed.torch_private import plain_functions
 
 __all__ = ["Readable", "LazyStoredTensor"]
 
@@ -87,7 +88,7 @@ class LazyStoredTensor(Tensor):
         if func in _PLACE:
             return _PLACE[func]
         if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         if func in _ALIKE:
             return args[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from smp_strategy.distributed.torch_private import keeps_graph, will_run
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.step_results import TrainStep
@@ -190,12 +191,12 @@ class _Undecided(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss: Tensor | None, *others: Tensor | None) -> Any:
         call: UndecidedCall = ctx.call
-        trains = torch._C._will_engine_execute_node(ctx.anchor)
+        trains = will_run(ctx.anchor)
         if all(each is None for each in others) and loss is not None and not call.is_repeated:
             of_inputs = call.of_loss(loss) if trains else call.of_inputs_only(loss)
         elif not trains:
             raise only_of_input()
         else:
-            retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            retain_graph = keeps_graph()
             of_inputs = call.of_all(loss, others, retain_graph=retain_graph)
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

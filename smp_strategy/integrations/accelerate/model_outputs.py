@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.torch_private import keeps_graph, will_run
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
@@ -309,9 +310,9 @@ class _DeferredBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not torch._C._will_engine_execute_node(ctx.anchor):
+        if not will_run(ctx.anchor):
             raise only_of_input()
-        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        retain_graph = keeps_graph()
         of_inputs = ctx.run(gradients, retain_graph=retain_graph)
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))
 

@@ -26,6 +26,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.crash_report import keep_short
+from smp_strategy.distributed.torch_private import default_group, default_store
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
@@ -62,13 +63,13 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
             )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    group = dist.distributed_c10d._get_default_group()
+    group = default_group()
     carried = {each.type for each in group._device_types}
     if "cpu" in carried or device.type == "cpu":
         return
     backend = dist.get_backend(group)
     # The store outlives the group: the ranks find each other again in it, wherever it is served.
-    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{backend}",

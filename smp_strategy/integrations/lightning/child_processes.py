@@ -21,6 +21,7 @@ from typing import Final, final
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import publish
+from smp_strategy.distributed.torch_private import default_store
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
 
@@ -101,7 +102,7 @@ class Children:
         if dist.is_initialized():
             # A connection of its own: the main thread may block on the existing one.
             with suppress(RuntimeError):
-                publish(dist.distributed_c10d._get_default_store().clone(), rank, story)  # type: ignore[attr-defined]
+                publish(default_store().clone(), rank, story)  # type: ignore[attr-defined]
         if self._expected_to_end.wait(GRACE_SECONDS):
             return
         self.end(patience=0)

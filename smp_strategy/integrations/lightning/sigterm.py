@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.handle import Handle
+from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
@@ -139,7 +140,7 @@ def have_all_stopped(place: str | None) -> bool:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return place is not None
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     key = f"{_KEY}/{store.add(f'{_KEY}/count/{dist.get_rank()}', 1)}"
     deadline = time.monotonic() + PATIENCE_SECONDS
     if place is not None and store.add(f"{key}/at/{place}", 1) == dist.get_world_size():

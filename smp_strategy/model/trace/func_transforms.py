@@ -7,9 +7,9 @@ transform runs. Where tensors saved inside would be lost, the user gets an error
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch.autograd import graph
 
+from smp_strategy.distributed.torch_private import outer_saved_tensor_hooks
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["stepping_aside", "without_transforms"]
@@ -45,7 +45,7 @@ def stepping_aside(hooks: graph.saved_tensors_hooks) -> Iterator[None]:
 
     @contextmanager
     def disabled_without_ours(message: str) -> Iterator[None]:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = outer_saved_tensor_hooks()
         if top is None or top[0] is not hooks.pack_hook:
             with disabled(message):
                 yield

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.torch_private import native_functions
 from smp_strategy.model.guarded_tensors import HARMLESS
 from smp_strategy.model.trace.pytree import given_to
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, linear_sizes
@@ -44,7 +45,7 @@ _ELEMENTWISE_NAMES = (
 _ELEMENTWISE = frozenset(
     function
     for name in _ELEMENTWISE_NAMES.split()
-    for home in (F, torch, Tensor, torch._C._nn, torch.special)
+    for home in (F, torch, Tensor, native_functions, torch.special)
     if callable(function := getattr(home, name, None))
 )
 # Metadata reads that depend neither on a value's content nor on its width.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.torch_private import assert_later
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["argmax", "cross_entropy"]
@@ -193,4 +194,4 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
     # A target outside of all ranks' classes would count as a logit of zero.
     is_class = ((target >= 0) & (target < num_classes)) | ~kept
-    torch._assert_async(is_class.all(), f"A target of cross-entropy is none of the {num_classes} classes.")
+    assert_later(is_class.all(), f"A target of cross-entropy is none of the {num_classes} classes.")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.torch_private import parse_to
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.autograd_collectives import ReplicatedWeights
@@ -291,7 +292,7 @@ def _moved(kind: str, func: Callable[..., Any], split: InParts, arguments: Argum
         if args and isinstance(args[0], Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         options = {key: value for key, value in arguments.kwargs.items() if key not in ("copy", "other")}
-        device = torch._C._nn._parse_to(*args[:2], **options)[0] if "other" not in arguments.kwargs else None
+        device = parse_to(*args[:2], **options)[0] if "other" not in arguments.kwargs else None
     else:
         device = torch.device(arguments.get(0, "device", kind)) if kind == "cuda" else torch.device("cpu")
     here = split.device

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.torch_private import node_of, plain_functions
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -101,8 +102,7 @@ class InParts(Tensor):
     @property
     def node(self) -> Any:
         """Autograd node of the split tensor itself."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
+        return node_of(self)
 
     def whole(self) -> Tensor:
         """All-gather of the parts, for code that is the same on all ranks; collective."""
@@ -126,7 +126,7 @@ class InParts(Tensor):
             _BorderAgain.apply(self, self._part)
         elif not requires_grad:
             part.requires_grad_(False)
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 self.detach_()
         return self
 

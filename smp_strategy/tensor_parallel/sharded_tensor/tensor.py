@@ -24,6 +24,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -77,7 +78,7 @@ class SplitTensor(InParts):
         kwargs = kwargs or {}
         name = _name(func)
         if func in METADATA or name.removeprefix("set ") in _OF_ITSELF:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 return func(*args, **kwargs)
         if name in _OF_PART:
             return func(args[0].part, *args[1:], **kwargs)

@@ -1,0 +1,175 @@
+"""Private functions of PyTorch that this package calls, under names of its own.
+
+A new release of PyTorch may rename or drop any of them; then this file is the one to change. Each has a test of what is
+expected of it (``tests/unit/distributed/test_torch_private.py``). The compiler's are in
+:mod:`smp_strategy.model.compiled_code`. Names that PyTorch's documentation uses (``FakeTensorMode``,
+``TorchDispatchMode``, pytrees) are imported where they are used.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+
+__all__ = [
+    "after_backward",
+    "assert_later",
+    "current_backward",
+    "default_group",
+    "default_store",
+    "disabled_torch_function",
+    "is_in_backward",
+    "is_profiling",
+    "is_under_transform",
+    "keeps_graph",
+    "native_functions",
+    "node_of",
+    "num_storage_uses",
+    "outer_saved_tensor_hooks",
+    "overlaps_itself",
+    "parse_to",
+    "plain_functions",
+    "plain_functions_and_modes",
+    "sequence_number",
+    "set_group_timeout",
+    "swap_contents",
+    "unscale_",
+    "will_run",
+    "without_version_key",
+]
+
+# Backward
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread runs; -1 if there is none."""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return current_backward() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the whole backward pass that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs now was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward pass that runs now reaches ``node``."""
+    return torch._C._will_engine_execute_node(node)
+
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Number of the next autograd node of this thread; later nodes have higher numbers."""
+
+
+def outer_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Functions of the innermost ``saved_tensors_hooks`` that are set; ``None``: there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_under_transform() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap`` ...) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch records."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+# Tensors
+
+plain_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which functions treat tensors of subclasses as plain tensors."""
+
+plain_functions_and_modes = torch._C.DisableTorchFunction
+"""The same, and modes are not asked either."""
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass whose operations give plain tensors."""
+
+
+def node_of(tensor: Tensor) -> Node | None:
+    """Autograd node of ``tensor`` itself, whatever its class has made of ``grad_fn``."""
+    with plain_functions():
+        node: Node | None = vars(torch._C.TensorBase)["grad_fn"].__get__(tensor)
+    return node
+
+
+native_functions = torch._C._nn
+"""Namespace of functions of ``torch.nn.functional`` that are written in C++."""
+
+
+def swap_contents(tensor: Tensor, other: Tensor) -> None:
+    """Exchange memory and metadata of two tensors; all references, also weak ones, keep meaning the same object.
+
+    Raises:
+        RuntimeError: there are other references to ``other``.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def num_storage_uses(tensor: Tensor) -> int:
+    """Number of references to the memory of ``tensor``, from tensors or from the caller."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of ``tensor`` have the same memory, as after ``expand``."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def without_version_key() -> Any:
+    """Context in which ``detach`` gives a tensor that shares the version counter, but is no view for autograd."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
+    """Arguments of ``Tensor.to`` as device, dtype, ``non_blocking`` and memory format."""
+    return torch._C._nn._parse_to(*args, **kwargs)
+
+
+def unscale_(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Multiply ``gradients`` by ``inverse``; ``overflow`` becomes 1 if a value is not finite. As PyTorch's scaler does.
+
+    Args:
+        gradients: of one device and dtype.
+        overflow: float32 scalar.
+        inverse: float32 scalar.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """Raise ``message`` if ``condition`` is false; on an accelerator without waiting for its value."""
+    torch._assert_async(condition, message)
+
+
+# Process groups
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the longest wait of later collectives of ``group``."""
+    # Public from torch 2.14 on, where the private one warns.
+    change = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
