@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["KEEP", "Recompute", "ActivationPolicy", "Treatments"]
+__all__ = ["KEEP", "Recompute", "ActivationPolicy", "ActivationPolicies"]
 
 Recompute = Literal["no", "all", "cheap"]
 
@@ -17,7 +17,7 @@ Recompute = Literal["no", "all", "cheap"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """Treatment of the activations of one unit."""
+    """What happens to the activations of one unit."""
 
     recompute: Recompute = "no"
     """``all``: the unit keeps its inputs and runs again in backward. ``cheap`` (selective checkpointing): it also keeps
@@ -38,5 +38,5 @@ class ActivationPolicy:
 
 KEEP = ActivationPolicy()
 
-Treatments = Mapping[str, ActivationPolicy]
+ActivationPolicies = Mapping[str, ActivationPolicy]
 """Policies by unit name; units that are not named keep everything."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 from torch import nn
 
 from smp_strategy.activations.annotations import asked_for
-from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicies, ActivationPolicy
 from smp_strategy.config.options import ActivationOptions, group_size
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.units import Unit
@@ -27,8 +27,8 @@ __all__ = ["CheckpointSelection", "choose"]
 class CheckpointSelection(NamedTuple):
     """Modules that are recomputed, with their policies."""
 
-    units: Treatments
-    inside: Treatments
+    units: ActivationPolicies
+    inside: ActivationPolicies
     """Modules inside units, by qualified name."""
 
 
@@ -68,11 +68,11 @@ def _with(
     chosen: CheckpointSelection,
     units: Sequence[Unit],
     name: str,
-    treatment: ActivationPolicy,
+    policy: ActivationPolicy,
     parts: nn.Sequential | None = None,
 ) -> CheckpointSelection:
-    """``chosen`` with ``treatment`` for the module ``name``: for the units in it, or for itself inside a unit."""
-    held = {unit.name: treatment for unit in units if _is_in(unit.name, name)}
+    """``chosen`` with ``policy`` for the module ``name``: for the units in it, or for itself inside a unit."""
+    held = {unit.name: policy for unit in units if _is_in(unit.name, name)}
     if held:
         return chosen._replace(units={**chosen.units, **held})
     if not any(_is_in(name, unit.name) for unit in units):
@@ -80,7 +80,7 @@ def _with(
             chosen  # code above the units, without units of its own: every stage runs it, and it keeps next to nothing
         )
     names = [name] if parts is None else [f"{name}.{child}" for child, _ in parts.named_children()]
-    return chosen._replace(inside={**chosen.inside, **dict.fromkeys(names, treatment)})
+    return chosen._replace(inside={**chosen.inside, **dict.fromkeys(names, policy)})
 
 
 def _named(options: ActivationOptions, root: nn.Module) -> Iterator[str]:

@@ -39,8 +39,8 @@ class SubmoduleCalls:
 
     def intercept(self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]]) -> None:
         """Replace the ``forward`` of ``parts``, given by their qualified names."""
-        for name, (module, treatment) in parts.items():
-            self._stand_ins.replace(module, self._replacement(name, module, treatment))
+        for name, (module, policy) in parts.items():
+            self._stand_ins.replace(module, self._replacement(name, module, policy))
 
     def give_back(self) -> None:
         """Restore the modules' own ``forward``."""
@@ -50,7 +50,7 @@ class SubmoduleCalls:
         """Context in which the modules have their own ``forward``."""
         return self._stand_ins.lifted()
 
-    def _replacement(self, name: str, part: nn.Module, treatment: ActivationPolicy) -> Callable[..., Any]:
+    def _replacement(self, name: str, part: nn.Module, policy: ActivationPolicy) -> Callable[..., Any]:
         original = part.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -58,12 +58,12 @@ class SubmoduleCalls:
                 return original(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return torch_checkpoint.checkpoint(
-                    original, *args, use_reentrant=False, preserve_rng_state=treatment.preserve_rng_state, **kwargs
+                    original, *args, use_reentrant=False, preserve_rng_state=policy.preserve_rng_state, **kwargs
                 )
             if not self._is_on():
                 return original(*args, **kwargs)
-            random = replay_from_now(self._device) if treatment.preserve_rng_state else None
+            random = replay_from_now(self._device) if policy.preserve_rng_state else None
             call = UnitCall(name, part, None, random=random)
-            return self._activations.recomputed(call, treatment, original)(*args, **kwargs)
+            return self._activations.recomputed(call, policy, original)(*args, **kwargs)
 
         return forward

@@ -17,7 +17,7 @@ from smp_strategy.activations.checkpoint_groups import CheckpointGroups
 from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now
 from smp_strategy.activations.offload import Offload
-from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicies, ActivationPolicy
 from smp_strategy.activations.selective import Products
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.rng_state import replay_from_now
@@ -52,7 +52,7 @@ class UnitWrapper:
     """Applies activation policies to the calls of units. One object lasts for all steps of a stage.
 
     Args:
-        treatments: Policies of the units.
+        activation_policies: Policies of the units.
         device: Device of the units.
         bystanders: See :data:`~smp_strategy.activations.checkpoint_state.Bystanders`.
         offload: Offload of the stage, used by units whose policy asks for it.
@@ -65,14 +65,14 @@ class UnitWrapper:
 
     def __init__(
         self,
-        treatments: Treatments | None = None,
+        activation_policies: ActivationPolicies | None = None,
         device: torch.device | None = None,
         bystanders: Bystanders = lambda unit: ((), ()),
         offload: Offload | None = None,
     ) -> None:
         self.repeating: nn.Module | None = None
         self.switched: Callable[[], _Again] = lambda: nullcontext
-        self._treatments = treatments or {}
+        self._treatments = activation_policies or {}
         self._device = device or torch.device("cpu")
         self.offload = offload or Offload(HostCopies(self._device))
         self._bystanders = bystanders
@@ -81,31 +81,29 @@ class UnitWrapper:
     @property
     def recomputes(self) -> bool:
         """Whether some units are always recomputed."""
-        return any(treatment.recompute != "no" for treatment in self._treatments.values())
+        return any(policy.recompute != "no" for policy in self._treatments.values())
 
     def around(self, call: UnitCall, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrapper of ``function``, which runs the unit of ``call``."""
-        treatment = self._treatments.get(call.name, KEEP)
-        if call.asked is not None and treatment.recompute == "no":
-            treatment = replace(call.asked, offload=treatment.offload)
-        if treatment.is_default or not torch.is_grad_enabled():
+        policy = self._treatments.get(call.name, KEEP)
+        if call.asked is not None and policy.recompute == "no":
+            policy = replace(call.asked, offload=policy.offload)
+        if policy.is_default or not torch.is_grad_enabled():
             return function
-        if treatment.recompute == "all" or (treatment.recompute == "cheap" and not call.is_compiled):
-            function = self.recomputed(call, treatment, function)
+        if policy.recompute == "all" or (policy.recompute == "cheap" and not call.is_compiled):
+            function = self.recomputed(call, policy, function)
         # Outermost, so that it also sees the saved inputs of a checkpointed call.
-        return self.offload.around(function, call.module) if treatment.offload else function
+        return self.offload.around(function, call.module) if policy.offload else function
 
-    def recomputed(
-        self, call: UnitCall, treatment: ActivationPolicy, function: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def recomputed(self, call: UnitCall, policy: ActivationPolicy, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrapper of ``function`` that recomputes it in backward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = flatten_call(args, kwargs)
-            joined = self._groups.join(call.name, call.token, leaves, treatment.group)
+            joined = self._groups.join(call.name, call.token, leaves, policy.group)
             found = ModuleSnapshot(call.name, call.module, leaves, self._bystanders)
             random = None
-            if treatment.preserve_rng_state:
+            if policy.preserve_rng_state:
                 # It may draw after all: what was predicted of it goes by its arguments, and its attributes can change.
                 random = call.random or replay_from_now(self._device, only_torch=True)
             once = Recomputed(
@@ -115,7 +113,7 @@ class UnitWrapper:
                 CheckpointInputs(leaves, call.changed, joined.made),
                 self._as_before(call.module, found, random),
                 earlier=joined.earlier,
-                products=Products() if treatment.recompute == "cheap" else None,
+                products=Products() if policy.recompute == "cheap" else None,
             )
             result = once.call(args, kwargs)
             found.settle()

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.device_memory import memory_of_stages
 from smp_strategy.distributed.mesh_shape import MeshShape
@@ -36,7 +36,7 @@ def decide(
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
     given: GivenPartition | None = None,
-    chosen: Treatments | None = None,
+    chosen: ActivationPolicies | None = None,
     num_parameters: Mapping[str, int],
     measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Partition, DryRun, Costs]:
@@ -83,11 +83,11 @@ def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, giv
     """
     if given is None:
         return best_partition(config, program, num_stages)
-    program = replace(program, relief=program.relief.taking(given.treatments))
+    program = replace(program, relief=program.relief.taking(given.activation_policies))
     return as_given(config, program, num_stages, given.stage_of)
 
 
-def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
+def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: ActivationPolicies) -> ActivationPlan:
     """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
 
     Args:

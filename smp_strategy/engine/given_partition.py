@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ConfigError
@@ -30,7 +30,7 @@ class GivenPartition(NamedTuple):
 
     stage_of: Mapping[str, int]
     """Stage of every unit."""
-    treatments: Treatments = {}
+    activation_policies: ActivationPolicies = {}
     """Activation policies of units, if a file has them."""
 
 
@@ -77,7 +77,7 @@ def place_beforehand(
                 f"`{name}` is on stage {stage} in {config.partition_file}, but is placed on stage "
                 f"{by_hand.stage_of(name)} by hand. Change one of them."
             )
-    return GivenPartition(stage_of, saved.treatments)
+    return GivenPartition(stage_of, saved.activation_policies)
 
 
 def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:

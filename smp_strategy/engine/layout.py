@@ -11,7 +11,7 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.activations.selection import CheckpointSelection, choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
@@ -47,7 +47,7 @@ class Layout:
     """Predictions of results, which all dry runs and steps share."""
     group: TensorGroup | None
     """Tensor-parallel group of this rank; ``None``: no layer is split."""
-    treatments: Treatments
+    activation_policies: ActivationPolicies
     """Activation policies of units; from the first step on, those of the partition."""
     costs: Costs
     """Costs of calls: modelled, or measured once the partition is decided."""
@@ -93,7 +93,7 @@ class Layout:
             num_parameters=num_parameters,
             shape_inference=ShapeInference(device),
             group=None if mesh.tp_group is None else TensorGroup(mesh.tp_group),
-            treatments=recomputed.units,
+            activation_policies=recomputed.units,
             costs=Costs.modelled(device),
         )
 

@@ -187,7 +187,7 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
             measuring=nullcontext if group is None else group.alone,
         )
     refuse_rewritten(parts)
-    layout.treatments = layout.partition.treatments
+    layout.activation_policies = layout.partition.activation_policies
     layout.used_by_glue = found.used_by_glue
     layout.known_plans = plans = PlanCache(
         parts.config, layout.partition, layout.costs, parts.report, partial(_agree_on_trace, group)
@@ -255,9 +255,9 @@ def _activations(parts: EngineParts, glue: Sequence[nn.Module]) -> UnitWrapper:
     def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
         return glue, reached_by_hooks(list(unit.modules()))
 
-    activations = UnitWrapper(layout.treatments, device, reached, offload=_offload(parts))
+    activations = UnitWrapper(layout.activation_policies, device, reached, offload=_offload(parts))
     inside = layout.recomputed.inside.items()
-    submodules = {name: (layout.module.get_submodule(name), treatment) for name, treatment in inside}
+    submodules = {name: (layout.module.get_submodule(name), policy) for name, policy in inside}
     parts.calls.recompute_inside(submodules, activations, device)
     return activations
 
@@ -265,7 +265,7 @@ def _activations(parts: EngineParts, glue: Sequence[nn.Module]) -> UnitWrapper:
 def _offload(parts: EngineParts) -> Offload:
     """Offload of the activations of units whose policies ask for it."""
     module, copies = parts.layout.module, HostCopies(parts.device)
-    if not any(treatment.offload for treatment in parts.layout.treatments.values()):
+    if not any(policy.offload for policy in parts.layout.activation_policies.values()):
         return Offload(copies)
     return Offload(
         copies,

@@ -114,7 +114,7 @@ class PlanCache:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             partition = self._partition
-            flow = self._costs.flow(trace, partition.stage_of, partition.num_stages, partition.treatments)
+            flow = self._costs.flow(trace, partition.stage_of, partition.num_stages, partition.activation_policies)
             plan = self._best(flow, num_microbatches)
             check(plan, flow, num_microbatches)
             self._plans[key] = plan

@@ -121,9 +121,9 @@ def _checkpoint(
 
 
 @contextmanager
-def _recomputing(program: Interpreter, treatment: ActivationPolicy) -> Iterator[None]:
+def _recomputing(program: Interpreter, policy: ActivationPolicy) -> Iterator[None]:
     """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
-    before, program.asked = program.asked, treatment
+    before, program.asked = program.asked, policy
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Self, final
 
 import torch
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sizes import show_count
 from smp_strategy.distributed.mesh_shape import MeshShape
@@ -60,9 +60,13 @@ class Costs:
         return work_of(events, self.machine, self.measured)
 
     def flow(
-        self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
+        self,
+        trace: Trace,
+        stage_of: Mapping[str, int],
+        num_stages: int,
+        activation_policies: ActivationPolicies | None = None,
     ) -> Flow:
-        """Segment graph of ``trace`` on these stages, at their speeds, under ``treatments`` of activations."""
+        """Segment graph of ``trace`` on these stages, at their speeds, under ``activation_policies``."""
         relief = self.relief or ActivationPlan(machine=self.machine)
         microbatch = Microbatch(
             trace=self.with_bytes(trace),
@@ -71,7 +75,7 @@ class Costs:
             num_stages=num_stages,
             speeds=self.stage_speeds,
         )
-        return relief.flow(microbatch, treatments or {})
+        return relief.flow(microbatch, activation_policies or {})
 
     def with_bytes(self, trace: Trace) -> Trace:
         """``trace`` with measured bytes of activations, if there are any."""

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import final
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
@@ -239,7 +239,7 @@ def simulated(
         found = relieve(program.relief, microbatch, room, simulate_flow, program.calls)
     else:
         found = relieve(relief, microbatch, room, simulate_flow)
-    return Score(found.plan.makespan, found.peaks, found.treatments)
+    return Score(found.plan.makespan, found.peaks, found.activation_policies)
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
@@ -288,7 +288,7 @@ def _partition(
         problem,
         stage_of,
         score,
-        _reliefs(program, problem, policy, stage_of, score.treatments) if score.treatments else None,
+        _reliefs(program, problem, policy, stage_of, score.activation_policies) if score.activation_policies else None,
         schedule=policy.name,
         chunks_per_stage=policy.num_chunks,
         active_microbatches=policy.active_microbatches,
@@ -301,11 +301,13 @@ def _reliefs(
     problem: PartitionProblem,
     policy: Policy,
     stage_of: Mapping[str, int],
-    treatments: Treatments,
+    activation_policies: ActivationPolicies,
 ) -> StageActivations:
-    """Bytes saved and seconds added by ``treatments``, per unit."""
-    trace, work = program.relief.treated(program.trace, program.work, treatments, stage_of)
-    of_units = {name: UnitActivations(treatment=treatment) for name, treatment in treatments.items()}
+    """Bytes saved and seconds added by ``activation_policies``, per unit."""
+    trace, work = program.relief.treated(program.trace, program.work, activation_policies, stage_of)
+    of_units = {
+        name: UnitActivations(treatment=activation_policy) for name, activation_policy in activation_policies.items()
+    }
     for position, (before, after) in enumerate(zip(program.trace.events, trace.events, strict=True)):
         if before.kind == "unit" and before.name in of_units:
             seconds = sum(work[position]) - sum(program.work[position])

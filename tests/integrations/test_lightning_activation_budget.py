@@ -67,7 +67,7 @@ def fit(folder, **smp):
     trainer.fit(module, toy_loader(shuffle=False), toy_loader(shuffle=False))
     trainer.save_checkpoint(folder / "end.ckpt")
     partition = trainer.strategy.engine.partition
-    assert trainer.strategy.engine.layout.treatments == partition.treatments
+    assert trainer.strategy.engine.layout.activation_policies == partition.activation_policies
     said = str(trainer.strategy.explain())
     weights = torch.load(folder / "end.ckpt", weights_only=True)["state_dict"]
     return Run(weights, partition, said, next(RUNS) - before)
@@ -94,7 +94,7 @@ def within(folder, smp):
     stages = auto.partition.stages
     assert tuple(stage.memory_limit for stage in stages) == limits
     assert all(stage.memory_bytes <= stage.memory_limit for stage in stages)
-    assert any(treatment.recompute != "no" for treatment in auto.partition.treatments.values())
+    assert any(policy.recompute != "no" for policy in auto.partition.activation_policies.values())
     assert "keep less for backward" in auto.explained
     return auto.partition.to_json(), kept.runs, auto.runs, again.runs
 
@@ -121,7 +121,7 @@ def saved_and_loaded(folder, smp):
     first = fit(folder / "first", **auto, memory_limit=limits)
     # With room for everything the choice of the file counts all the same.
     second = fit(folder / "second", **auto, load_partition=True, memory_limit="1GiB")
-    assert first.partition.treatments == second.partition.treatments != {}
+    assert first.partition.activation_policies == second.partition.activation_policies != {}
     assert first.runs == second.runs
     assert_same(second.weights, kept.weights)
     return second.partition.to_json()

@@ -53,8 +53,8 @@ def within(share: float, pp: int, **options: Any) -> Any:
     partition = engine.partition
     assert partition is not None
     assert partition.fits
-    assert partition.treatments
-    assert engine.layout.treatments == partition.treatments
+    assert partition.activation_policies
+    assert engine.layout.activation_policies == partition.activation_policies
     return partition.to_json(), str(engine.inspection.explain())
 
 
@@ -88,7 +88,7 @@ def saved_and_loaded(path: str) -> None:
     found, _, second = trained(**auto, load_partition=True, memory_limit=10 * high)
     assert first.partition is not None
     assert second.partition is not None
-    assert first.partition.treatments == second.partition.treatments != {}
+    assert first.partition.activation_policies == second.partition.activation_policies != {}
     assert found == losses
 
 

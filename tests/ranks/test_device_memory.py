@@ -63,7 +63,7 @@ def within_a_shared_device(nbytes: int | None) -> tuple[list[int | None], bool]:
         engine.train_step(model.loss, batch_for("text", 0, 8), loss_of=lambda loss: loss)
     assert engine.partition is not None
     stages = engine.partition.stages
-    return [stage.memory_limit or stage.memory_bytes for stage in stages], bool(engine.layout.treatments)
+    return [stage.memory_limit or stage.memory_bytes for stage in stages], bool(engine.layout.activation_policies)
 
 
 def test_two_stages_on_one_accelerator_compute_again_what_does_not_fit_into_half_of_it():

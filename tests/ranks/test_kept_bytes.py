@@ -1,4 +1,4 @@
-"""What calls keep for backward is what was predicted, to the byte: split layers, shards, half precision, treatments."""
+"""What calls keep for backward is what was predicted, to the byte: split layers, shards, halves, policies."""
 
 from typing import Any
 from unittest import mock

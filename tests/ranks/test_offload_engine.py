@@ -69,12 +69,12 @@ def train(step: Any, options: dict[str, Any], batches: int = 3) -> Any:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("treatment", [{}, {"activation_checkpointing": "all"}], ids=["kept", "computed again"])
-def test_copies_that_are_done_as_late_as_possible_change_no_number(treatment: dict[str, Any], pp: int) -> None:
+@pytest.mark.parametrize("policy", [{}, {"activation_checkpointing": "all"}], ids=["kept", "computed again"])
+def test_copies_that_are_done_as_late_as_possible_change_no_number(policy: dict[str, Any], pp: int) -> None:
     """Whoever reads before its copy is done, or uses memory again that is still copied, gets other numbers."""
     options = {"pipeline_parallel_degree": pp, "pipeline": "simple"}
     expected = run_ranks(train, pp, in_order, options)[0][0]
-    found = run_ranks(train_on_a_slow_link, pp, options | OFFLOAD | treatment)
+    found = run_ranks(train_on_a_slow_link, pp, options | OFFLOAD | policy)
     assert_same(found[0][0], expected)
     assert any(each.bytes_in for _, traffic in found for each in traffic)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, final
 
-from smp_strategy.activations.policy import ActivationPolicy, Recompute, Treatments
+from smp_strategy.activations.policy import ActivationPolicies, ActivationPolicy, Recompute
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Work
@@ -41,7 +41,7 @@ class ActivationPlan:
 
     machine: Machine
     """Performance model for recomputation and copies to the host."""
-    fixed: Treatments = field(default_factory=dict)
+    fixed: ActivationPolicies = field(default_factory=dict)
     """Fixed choices by unit; other units keep everything, or are free."""
     free: frozenset[str] = frozenset()
     """Units whose choice is optimized."""
@@ -66,16 +66,20 @@ class ActivationPlan:
             for offload, recompute in ways
         )
 
-    def taking(self, treatments: Treatments) -> "ActivationPlan":
-        """Copy in which the free units named by ``treatments`` are fixed."""
-        taken = {name: treatment for name, treatment in treatments.items() if name in self.free}
+    def taking(self, activation_policies: ActivationPolicies) -> "ActivationPlan":
+        """Copy in which the free units named by ``activation_policies`` are fixed."""
+        taken = {name: policy for name, policy in activation_policies.items() if name in self.free}
         return replace(self, fixed={**self.fixed, **taken}, free=self.free.difference(taken))
 
     def treated(
-        self, trace: Trace, work: Mapping[int, Work], treatments: Treatments, stage_of: Mapping[str, int]
+        self,
+        trace: Trace,
+        work: Mapping[int, Work],
+        activation_policies: ActivationPolicies,
+        stage_of: Mapping[str, int],
     ) -> tuple[Trace, dict[int, Work]]:
-        """Events and their work under ``treatments``."""
-        return treated(trace, work, treatments, stage_of, machine=self.machine, min_bytes=self.min_bytes)
+        """Events and their work under ``activation_policies``."""
+        return treated(trace, work, activation_policies, stage_of, machine=self.machine, min_bytes=self.min_bytes)
 
     def least_kept(self, trace: Trace, work: Mapping[int, Work]) -> tuple[Trace, dict[int, Work]]:
         """Lower bounds: events with the least bytes and the least work under any choice (no feasible candidate)."""
@@ -93,10 +97,10 @@ class ActivationPlan:
         ]
         return replace(trace, events=events), dict(work)
 
-    def flow(self, microbatch: "Microbatch", treatments: Treatments) -> Flow:
-        """Segment graph under ``treatments``."""
+    def flow(self, microbatch: "Microbatch", activation_policies: ActivationPolicies) -> Flow:
+        """Segment graph under ``activation_policies``."""
         stage_of = microbatch.stage_of
-        trace, work = self.treated(microbatch.trace, microbatch.work, treatments, stage_of)
+        trace, work = self.treated(microbatch.trace, microbatch.work, activation_policies, stage_of)
         return self._with_copies(route(trace, stage_of, microbatch.num_stages, work).at_speeds(microbatch.speeds))
 
     def _with_copies(self, flow: Flow) -> Flow:
@@ -159,7 +163,7 @@ class SimulatedStep(NamedTuple):
     plan: Plan
     peaks: tuple[int, ...]
     """Peak bytes of activations of each stage."""
-    treatments: Treatments
+    activation_policies: ActivationPolicies
     """Choices of all units that do not keep everything."""
 
 
@@ -183,11 +187,11 @@ def relieve(
     found = search.simulated(relief.fixed)
     if not relief.free or search.fits(found):
         return found
-    treatments = dict(relief.fixed)
+    activation_policies = dict(relief.fixed)
     for _ in range(MOST_ROUNDS):
         for stage in search.too_full(found):
-            treatments = {**treatments, **search.chosen(stage, found)}
-        found = search.simulated(treatments)
+            activation_policies = {**activation_policies, **search.chosen(stage, found)}
+        found = search.simulated(activation_policies)
         if search.fits(found) or not search.has_hope:
             break
     return found
@@ -216,11 +220,11 @@ class _Search:
         self._table = table
         self.has_hope = True
 
-    def simulated(self, treatments: Treatments) -> SimulatedStep:
-        """Simulated step under ``treatments``."""
-        flow = self._flow = self._relief.flow(self._microbatch, treatments)
+    def simulated(self, activation_policies: ActivationPolicies) -> SimulatedStep:
+        """Simulated step under ``activation_policies``."""
+        flow = self._flow = self._relief.flow(self._microbatch, activation_policies)
         plan = self._simulate(flow)
-        used = {name: treatment for name, treatment in treatments.items() if not treatment.is_default}
+        used = {name: policy for name, policy in activation_policies.items() if not policy.is_default}
         return SimulatedStep(plan, peak_saved_bytes(plan, flow, self._relief.horizon), used)
 
     def fits(self, found: SimulatedStep) -> bool:

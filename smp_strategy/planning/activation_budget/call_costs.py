@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, final
 
-from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicies, ActivationPolicy
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.work import Work
@@ -38,42 +38,40 @@ class CallCosts(NamedTuple):
     """Seconds of copies that do not overlap with compute, each way."""
 
 
-def call_costs(
-    event: Event, treatment: ActivationPolicy, work: Work, machine: Machine, min_bytes: int = 0
-) -> CallCosts:
+def call_costs(event: Event, policy: ActivationPolicy, work: Work, machine: Machine, min_bytes: int = 0) -> CallCosts:
     """Costs of a call under a choice of recomputation and offload.
 
     Args:
         event: Event of the call.
-        treatment: Choice for its unit.
+        policy: Choice for its unit.
         work: Work of the call if it keeps everything.
         machine: Performance model.
         min_bytes: Size from which tensors are offloaded.
     """
-    if treatment.is_default or not event.saved_bytes:
+    if policy.is_default or not event.saved_bytes:
         return CallCosts(event.saved_bytes)
     kept = event.kept
-    if not kept.memories and treatment.recompute != "no":
+    if not kept.memories and policy.recompute != "no":
         # Saved tensors were not recorded: assume that inputs stay and everything is recomputed.
         inputs = sum(value.nbytes for value in event.inputs)
         return CallCosts(inputs, event.saved_bytes, 0, work.forward)
     stays, leaves, again_bytes, again_seconds = 0, 0, 0, 0.0
-    if treatment.recompute == "no":
+    if policy.recompute == "no":
         mine = [memory for memory in kept.memories if memory.is_saved]
         # Measured bytes may differ from those of the dry run.
         stays = event.saved_bytes - sum(memory.nbytes for memory in mine)
     else:
-        origins = ("input",) if treatment.recompute == "all" else ("input", "product")
+        origins = ("input",) if policy.recompute == "all" else ("input", "product")
         mine = [memory for memory in kept.memories if memory.origin in origins]
         again_bytes = max(0, event.saved_bytes - kept.nbytes(origins=origins, saved_only=True))
-        effort = kept.again if treatment.recompute == "all" else kept.cheap
+        effort = kept.again if policy.recompute == "all" else kept.cheap
         modelled = machine.seconds(event.effort.forward)
         again_seconds = work.forward * min(1.0, machine.seconds(effort) / modelled) if modelled else work.forward
-        python = kept.again.kernels * (REPEAT_SECONDS if treatment.recompute == "all" else WATCH_SECONDS)
+        python = kept.again.kernels * (REPEAT_SECONDS if policy.recompute == "all" else WATCH_SECONDS)
         again_seconds += max(0.0, python - work.forward) if machine.host.is_beside else python
-    if treatment.offload:
+    if policy.offload:
         # A recomputed call offloads its inputs and keeps products on the device.
-        leaving = [memory for memory in mine if treatment.recompute == "no" or memory.origin == "input"]
+        leaving = [memory for memory in mine if policy.recompute == "no" or memory.origin == "input"]
         leaves = sum(memory.nbytes for memory in leaving if memory.nbytes >= min_bytes)
     stays = max(0, stays + sum(memory.nbytes for memory in mine) - leaves)
     copy_seconds = 0.0 if machine.host.is_beside else leaves / machine.host.bytes_per_second
@@ -83,7 +81,7 @@ def call_costs(
 def treated(
     trace: Trace,
     work: Mapping[int, Work],
-    treatments: Treatments,
+    activation_policies: ActivationPolicies,
     stage_of: Mapping[str, int],
     *,
     machine: Machine,
@@ -94,25 +92,25 @@ def treated(
     Args:
         trace: Trace of the microbatch if units keep everything.
         work: Work of its events.
-        treatments: Choices by unit; units without one keep everything.
+        activation_policies: Choices by unit; units without one keep everything.
         stage_of: Stage of each unit; units are recomputed together only within a stage.
         machine: Performance model.
         min_bytes: Size from which tensors are offloaded.
     """
-    if all(treatment.is_default for treatment in treatments.values()):
+    if all(policy.is_default for policy in activation_policies.values()):
         return trace, dict(work)
     events, times = list(trace.events), dict(work)
     for position, event in enumerate(trace.events):
-        treatment = treatments.get(event.name, KEEP)
-        if event.kind != "unit" or treatment.is_default:
+        policy = activation_policies.get(event.name, KEEP)
+        if event.kind != "unit" or policy.is_default:
             continue
         mine = work.get(position, Work())
-        costs = call_costs(event, treatment, mine, machine, min_bytes)
+        costs = call_costs(event, policy, mine, machine, min_bytes)
         events[position] = event._replace(
             saved_bytes=costs.saved_bytes, again_bytes=costs.again_bytes, offloaded_bytes=costs.offloaded_bytes
         )
-        times[position] = _with(mine, costs, is_whole=treatment.recompute != "no")
-    for group in _groups(trace.events, treatments, stage_of):
+        times[position] = _with(mine, costs, is_whole=policy.recompute != "no")
+    for group in _groups(trace.events, activation_policies, stage_of):
         _compute_together(events, trace.events, group)
     return replace(trace, events=events), times
 
@@ -128,17 +126,19 @@ def _with(work: Work, costs: CallCosts, *, is_whole: bool) -> Work:
     return Work(work.forward + costs.copy_seconds, *gradients)
 
 
-def _groups(events: Sequence[Event], treatments: Treatments, stage_of: Mapping[str, int]) -> list[list[int]]:
+def _groups(
+    events: Sequence[Event], activation_policies: ActivationPolicies, stage_of: Mapping[str, int]
+) -> list[list[int]]:
     """Positions of calls that are recomputed together: calls of siblings that follow each other on a stage."""
     groups: list[list[int]] = []
     for position, event in enumerate(events):
-        treatment = treatments.get(event.name, KEEP)
-        if event.kind != "unit" or treatment.recompute == "no" or treatment.group == 1:
+        policy = activation_policies.get(event.name, KEEP)
+        if event.kind != "unit" or policy.recompute == "no" or policy.group == 1:
             continue
         last = groups[-1] if groups else []
-        if last and (treatment.group is None or len(last) < treatment.group) and _follows(events, last[-1], position):
+        if last and (policy.group is None or len(last) < policy.group) and _follows(events, last[-1], position):
             before = events[last[-1]]
-            if treatments.get(before.name) == treatment and stage_of.get(before.name) == stage_of.get(event.name):
+            if activation_policies.get(before.name) == policy and stage_of.get(before.name) == stage_of.get(event.name):
                 last.append(position)
                 continue
         groups.append([position])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final, get_args
 
-from smp_strategy.activations.policy import ActivationPolicy, Recompute, Treatments
+from smp_strategy.activations.policy import ActivationPolicies, ActivationPolicy, Recompute
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.manual import stage_problems
 
@@ -35,7 +35,7 @@ class SavedPartition:
     """Number of parameters of each unit that has it in the file."""
     chunks_per_stage: int | None = None
     """Chunks per stage of the schedule; ``None`` if the file has none."""
-    treatments: Treatments = field(default_factory=dict)
+    activation_policies: ActivationPolicies = field(default_factory=dict)
     """Recomputation and offload of each unit that has them in the file."""
 
     def place(
@@ -117,7 +117,7 @@ def read_partition(text: str, source: str) -> SavedPartition:
     units = _field(data, "units", list, source)
     stages: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    treatments: dict[str, ActivationPolicy] = {}
+    activation_policies: dict[str, ActivationPolicy] = {}
     for number, unit in enumerate(units):
         where = f"unit {number} of {source}"
         if not isinstance(unit, dict):
@@ -129,21 +129,21 @@ def read_partition(text: str, source: str) -> SavedPartition:
         if unit.get("num_parameters") is not None:
             sizes[name] = _field(unit, "num_parameters", int, where)
         if "relief" in unit:
-            treatments[name] = _treatment(_field(unit, "relief", dict, where), f"`relief` of {where}")
+            activation_policies[name] = _treatment(_field(unit, "relief", dict, where), f"`relief` of {where}")
     chunks = _field(data, "chunks_per_stage", int, source) if "chunks_per_stage" in data else None
-    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, treatments)
+    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, activation_policies)
 
 
 def _treatment(data: Mapping[str, Any], where: str) -> ActivationPolicy:
     found = _field(data, "treatment", dict, where)
     try:
-        treatment = ActivationPolicy(**found)
+        policy = ActivationPolicy(**found)
     except TypeError as error:
         raise ConfigError(f"`treatment` in {where} has a field that is not known: {error}.") from None
-    if treatment.recompute not in get_args(Recompute):
+    if policy.recompute not in get_args(Recompute):
         known = ", ".join(get_args(Recompute))
-        raise ConfigError(f"`recompute` in {where} must be one of {known}, but is {treatment.recompute!r}.")
-    return treatment
+        raise ConfigError(f"`recompute` in {where} must be one of {known}, but is {policy.recompute!r}.")
+    return policy
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:

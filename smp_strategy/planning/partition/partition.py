@@ -196,7 +196,7 @@ class Partition:
         return {unit.name: unit.stage for unit in self.units}
 
     @property
-    def treatments(self) -> dict[str, ActivationPolicy]:
+    def activation_policies(self) -> dict[str, ActivationPolicy]:
         """Recomputation and offload of all units that do not keep everything, by name."""
         return {unit.name: unit.relief.treatment for unit in self.units if not unit.relief.treatment.is_default}
 
@@ -284,9 +284,9 @@ def _placed(unit: UnitCost, stage: int, chunk: int, relief: UnitActivations) -> 
 
 def _unit_from(data: Mapping[str, Any]) -> PlacedUnit:
     relief = data.get("relief", {})
-    treatment = ActivationPolicy(**relief.get("treatment", {}))
+    policy = ActivationPolicy(**relief.get("treatment", {}))
     found = {"held": HeldBytes(**data["held"]), "work": Work(**data["work"])}
-    return PlacedUnit(**{**data, **found, "relief": UnitActivations(**{**relief, "treatment": treatment})})
+    return PlacedUnit(**{**data, **found, "relief": UnitActivations(**{**relief, "treatment": policy})})
 
 
 def _named(partition: Partition) -> dict[str, Any]:

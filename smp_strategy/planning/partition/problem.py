@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, final
 
-from smp_strategy.activations.policy import Treatments
+from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.distributed.balance import balanced
 from smp_strategy.model.trace.work import Work
 
@@ -92,7 +92,7 @@ class Score(NamedTuple):
     step_seconds: float
     activation_bytes: tuple[int, ...]
     """Peak of each stage."""
-    treatments: Treatments = {}
+    activation_policies: ActivationPolicies = {}
     """Recomputation and offload of all units that do not keep everything."""
 
 

@@ -31,7 +31,7 @@ def page(partition: Partition, plan: Plan | None) -> str:
     if plan is not None:
         known = keys(action.kind for actions in plan.stages for action in actions)
         parts += section("Timetable", f"{known} &emsp; {waiting(plan)}", timetable(plan))
-    if partition.treatments:
+    if partition.activation_policies:
         kept = relief_table(partition)
         parts += [element("h2", kept.title), element("p", kept.caption, class_="dim"), table_element(kept)]
     parts += [element("h2", "Units"), element("p", _HEADER, class_="unit dim")]

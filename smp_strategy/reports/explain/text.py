@@ -18,7 +18,7 @@ LEAST_OVERLAP = 0.005
 def text(partition: Partition, plan: Plan | None) -> str:
     """Text of the whole explanation."""
     parts: list[str | ReportTable] = [*summary(partition), "", stage_table(partition), "", _tree_table(partition)]
-    if partition.treatments:
+    if partition.activation_policies:
         parts += ["", relief_table(partition)]
     if plan is not None:
         parts.append(Unwrapped("\n" + timetable(plan)))
@@ -57,7 +57,7 @@ def _certificate(partition: Partition) -> str:
 def stage_table(partition: Partition) -> ReportTable:
     """Table of the stages: units, work, memory and traffic."""
     has_passing = any(stage.held.passing for stage in partition.stages)
-    has_relief = bool(partition.treatments)
+    has_relief = bool(partition.activation_policies)
     longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
     rows = [
         [

@@ -24,14 +24,14 @@ _NAMES = {
 }
 
 
-def name_of(treatment: ActivationPolicy) -> str:
-    """A treatment in words."""
-    return _NAMES[treatment.recompute, treatment.offload]
+def name_of(policy: ActivationPolicy) -> str:
+    """A policy in words."""
+    return _NAMES[policy.recompute, policy.offload]
 
 
 def relief_lines(partition: Partition) -> list[str]:
     """Memory saved and time added on each stage, a line each; empty if all units keep everything."""
-    if not partition.treatments:
+    if not partition.activation_policies:
         return []
     return [_line(partition, number, stage) for number, stage in enumerate(partition.stages)]
 
@@ -52,8 +52,8 @@ def _line(partition: Partition, number: int, stage: StageLoad) -> str:
 
 
 def relief_rows(partition: Partition) -> list[tuple[str, ...]]:
-    """Rows of units in execution order; adjacent units with the same treatment share a row."""
-    if not partition.treatments:
+    """Rows of units in execution order; adjacent units with the same policy share a row."""
+    if not partition.activation_policies:
         return []
     return [_row(list(run)) for _, run in groupby(partition.units, lambda unit: (unit.stage, unit.relief.treatment))]
 

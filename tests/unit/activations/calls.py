@@ -45,7 +45,7 @@ class Counting(nn.Module):
 
 def treated(
     module: nn.Module,
-    treatment: ActivationPolicy = ALL,
+    policy: ActivationPolicy = ALL,
     *,
     activations: UnitWrapper | None = None,
     name: str = "blocks.0",
@@ -56,10 +56,10 @@ def treated(
     device = torch.device("cpu")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if treatment.is_default or not torch.is_grad_enabled():
+        if policy.is_default or not torch.is_grad_enabled():
             return module(*args, **kwargs)
         unit = UnitCall(name, module, 0, **{"random": replay_from_now(device), **about})
-        return activations.recomputed(unit, treatment, functools.partial(module))(*args, **kwargs)
+        return activations.recomputed(unit, policy, functools.partial(module))(*args, **kwargs)
 
     return call
 

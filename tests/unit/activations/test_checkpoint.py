@@ -18,7 +18,7 @@ from smp_strategy.activations.policy import KEEP
 from smp_strategy.errors import UnsupportedError
 from tests.unit.activations.calls import ALL, CHEAP, WIDTH, Mlp, gradients, numbers, treated
 
-TREATMENTS = pytest.mark.parametrize("treatment", [ALL, CHEAP], ids=["all", "cheap"])
+POLICIES = pytest.mark.parametrize("policy", [ALL, CHEAP], ids=["all", "cheap"])
 
 
 def batch() -> Tensor:
@@ -205,10 +205,10 @@ def under_autocast(call: Callable[..., Any]) -> Tensor:
     return y.float().pow(2).sum()
 
 
-@TREATMENTS
+@POLICIES
 @pytest.mark.parametrize("step", [once, between, twice, again, under_autocast], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("name", MODULES)
-def test_the_numbers_are_those_of_an_ordinary_call(name: str, step: Any, treatment: Any) -> None:
+def test_the_numbers_are_those_of_an_ordinary_call(name: str, step: Any, policy: Any) -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -222,7 +222,7 @@ def test_the_numbers_are_those_of_an_ordinary_call(name: str, step: Any, treatme
         return [*result, random.random(), np.random.rand(), torch.rand(()).item()]
 
     expected = run(other, treated(other, KEEP))
-    assert run(module, treated(module, treatment)) == expected
+    assert run(module, treated(module, policy)) == expected
     if name == "counts":
         assert (module.calls, module.seen) == (other.calls, other.seen)
         assert torch.equal(module.late, other.late)
@@ -249,10 +249,10 @@ class Takes(nn.Module):
         return Pair(x, pair.second), {"sum": x.sum(), "text": which, "extra": extra}
 
 
-@TREATMENTS
-def test_arguments_and_results_may_be_any_nests(treatment: Any) -> None:
+@POLICIES
+def test_arguments_and_results_may_be_any_nests(policy: Any) -> None:
     found = []
-    for chosen in (KEEP, treatment):
+    for chosen in (KEEP, policy):
         torch.manual_seed(0)
         module, weight = Takes(), torch.full((), 2.0, requires_grad=True)
         lists: list[Any] = []
@@ -267,10 +267,10 @@ def test_arguments_and_results_may_be_any_nests(treatment: Any) -> None:
     assert found[0] == found[1]
 
 
-@TREATMENTS
-def test_what_is_one_argument_twice_is_one_again(treatment: Any) -> None:
+@POLICIES
+def test_what_is_one_argument_twice_is_one_again(policy: Any) -> None:
     found = []
-    for chosen in (KEEP, treatment):
+    for chosen in (KEEP, policy):
         torch.manual_seed(0)
         module, x = nn.MultiheadAttention(WIDTH, 2), batch().requires_grad_()
         y = x * 1
@@ -297,14 +297,14 @@ def test_what_validation_has_left_in_attributes_does_no_harm() -> None:
     assert module.up.weight.grad is not None
 
 
-@TREATMENTS
-def test_transforms_inside_of_a_unit_are_refused_with_the_remedy(treatment: Any) -> None:
+@POLICIES
+def test_transforms_inside_of_a_unit_are_refused_with_the_remedy(policy: Any) -> None:
     class Energy(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             return torch.func.grad(lambda x: x.pow(2).sum())(super().forward(x))
 
     with pytest.raises(UnsupportedError, match="`blocks.0` is a unit that is computed again .* Leave it out of"):
-        treated(Energy(), treatment)(batch())
+        treated(Energy(), policy)(batch())
 
 
 def test_an_exception_in_the_middle_leaves_everything_as_it_is() -> None:

@@ -12,7 +12,7 @@ from smp_strategy.activations.policy import KEEP
 from smp_strategy.errors import UnsupportedError
 from tests.unit.activations.calls import ALL, CHEAP, WIDTH, Mlp, gradients, treated
 
-TREATMENTS = pytest.mark.parametrize("treatment", [ALL, CHEAP], ids=["all", "cheap"])
+POLICIES = pytest.mark.parametrize("policy", [ALL, CHEAP], ids=["all", "cheap"])
 
 
 def batch() -> Tensor:
@@ -95,11 +95,11 @@ def test_a_parameter_that_is_changed_before_backward_is_an_error() -> None:
         y.sum().backward()
 
 
-@TREATMENTS
+@POLICIES
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_is_frozen_between_forward_and_backward_does_not_matter(frozen: bool, treatment: Any) -> None:
+def test_what_is_frozen_between_forward_and_backward_does_not_matter(frozen: bool, policy: Any) -> None:
     found = []
-    for chosen in (KEEP, treatment):
+    for chosen in (KEEP, policy):
         torch.manual_seed(0)
         module, x = Mlp(), batch().requires_grad_()
         module.up.requires_grad_(frozen)
@@ -148,15 +148,15 @@ def test_a_unit_that_does_something_else_the_second_time_is_an_error(longer: boo
         treated(Fickle())(batch().requires_grad_()).sum().backward()
 
 
-@TREATMENTS
-def test_an_argument_that_the_unit_itself_changes_is_found_as_it_was(treatment: Any) -> None:
+@POLICIES
+def test_an_argument_that_the_unit_itself_changes_is_found_as_it_was(policy: Any) -> None:
     class Changing(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             x.mul_(2)
             return super().forward(torch.sin(x))
 
     found = []
-    for chosen in (KEEP, treatment):
+    for chosen in (KEEP, policy):
         torch.manual_seed(0)
         module, x = Changing(), batch().requires_grad_()
         given = x * 1
@@ -165,12 +165,12 @@ def test_an_argument_that_the_unit_itself_changes_is_found_as_it_was(treatment: 
     assert found[0] == found[1]
 
 
-@TREATMENTS
-def test_results_may_be_changed_in_place_by_the_caller(treatment: Any) -> None:
+@POLICIES
+def test_results_may_be_changed_in_place_by_the_caller(policy: Any) -> None:
     found = []
-    for chosen in (KEEP, treatment):
+    for chosen in (KEEP, policy):
         torch.manual_seed(0)
-        module = nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH), nn.Tanh() if chosen is treatment else _TanhApart())
+        module = nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH), nn.Tanh() if chosen is policy else _TanhApart())
         treated(module, chosen)(batch()).mul_(3).pow(2).sum().backward()
         found.append(gradients(module))
     assert found[0] == found[1]
@@ -195,10 +195,10 @@ def test_hooks_on_gradients_fire_once() -> None:
 
 def test_gradients_of_gradients_pass_through() -> None:
     found = []
-    for treatment in (KEEP, ALL, CHEAP):
+    for policy in (KEEP, ALL, CHEAP):
         torch.manual_seed(0)
         module, x = Mlp(), batch().requires_grad_()
-        (slope,) = torch.autograd.grad(treated(module, treatment)(x).pow(2).sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(treated(module, policy)(x).pow(2).sum(), x, create_graph=True)
         slope.pow(2).sum().backward()
         found.append([gradients(module), x.grad.tolist()])
     assert found[0] == found[1] == found[2]

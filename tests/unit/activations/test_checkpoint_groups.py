@@ -23,7 +23,7 @@ class Noted(Mlp):
         return torch.sin(super().forward(torch.dropout(x, 0.3, True)))
 
 
-def chain(treatment: ActivationPolicy, between: str = "nothing") -> tuple[list[int], list[object], list[bool]]:
+def chain(policy: ActivationPolicy, between: str = "nothing") -> tuple[list[int], list[object], list[bool]]:
     """Runs of four units in a row, their gradients, and which of their inputs live until backward."""
     torch.manual_seed(0)
     notes: list[int] = []
@@ -33,7 +33,7 @@ def chain(treatment: ActivationPolicy, between: str = "nothing") -> tuple[list[i
     inputs: list[weakref.ref[Tensor]] = []
     for number, unit in enumerate(units):
         name = f"blocks.{number}" if between != "lists" or number < 2 else f"others.{number}"
-        call = treated(unit, treatment, activations=activations, name=name)
+        call = treated(unit, policy, activations=activations, name=name)
         inputs.append(weakref.ref(x.untyped_storage()))
         if between == "code" and number == 2:
             x = x * 1.5
@@ -54,10 +54,10 @@ def chain(treatment: ActivationPolicy, between: str = "nothing") -> tuple[list[i
 
 @pytest.mark.parametrize("between", ["nothing", "code", "lists", "change"])
 @pytest.mark.parametrize("size", [1, 2, 3, None])
-@pytest.mark.parametrize("treatment", [ALL, CHEAP], ids=["all", "cheap"])
-def test_groups_have_the_numbers_of_single_calls(treatment: ActivationPolicy, size: int | None, between: str) -> None:
+@pytest.mark.parametrize("policy", [ALL, CHEAP], ids=["all", "cheap"])
+def test_groups_have_the_numbers_of_single_calls(policy: ActivationPolicy, size: int | None, between: str) -> None:
     _, expected, _ = chain(KEEP, between)
-    _, found, _ = chain(replace(treatment, group=size), between)
+    _, found, _ = chain(replace(policy, group=size), between)
     assert found == expected
 
 

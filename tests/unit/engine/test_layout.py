@@ -29,8 +29,8 @@ def test_nothing_is_decided_before_the_first_step_but_what_the_options_say():
     layout = layout_of(Net(), activation_checkpointing="all")
     assert (layout.partition, layout.split, layout.group, layout.split_report) == (None,) * 4
     assert layout.num_parameters["first"] == 4 * 8 + 8
-    assert {"first", "second"} <= set(layout.treatments)
-    assert not layout_of(Net()).treatments
+    assert {"first", "second"} <= set(layout.activation_policies)
+    assert not layout_of(Net()).activation_policies
 
 
 def test_modules_above_the_units_are_glue_but_for_those_that_microbatches_share():

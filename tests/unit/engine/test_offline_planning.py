@@ -86,7 +86,7 @@ def test_the_plan_is_what_ranks_decide(options):
     assert planned == run_ranks(on_a_rank, 2, options)[0]
     assert model.position is position
     assert position.is_meta
-    assert bool(planned.treatments) == (options is BUDGET)
+    assert bool(planned.activation_policies) == (options is BUDGET)
 
 
 def test_a_batch_may_be_on_the_meta_device_too():

@@ -191,7 +191,7 @@ def test_cuts_and_what_units_keep_are_the_best_together(program, policy):
 def test_what_fits_as_it_is_is_not_treated():
     program = gpt(memory_limits=(10_000, 10_000), relief=ActivationPlan(machine=SMALL, free=frozenset({"u1", "u2"})))
     found = best_partition(config(), program, 2)
-    assert found.treatments == {}
+    assert found.activation_policies == {}
     assert found.step_seconds == best_partition(config(), gpt(), 2).step_seconds
 
 

@@ -104,24 +104,24 @@ def relieved(room: int, **changes):
 
 
 def test_where_everything_fits_nothing_is_treated():
-    assert relieved(160).treatments == {}
+    assert relieved(160).activation_policies == {}
 
 
 def test_the_cheap_part_is_computed_again_first():
     found = relieved(140)
-    assert set(found.treatments.values()) == {ActivationPolicy(recompute="cheap")}
-    assert len(found.treatments) == 1
+    assert set(found.activation_policies.values()) == {ActivationPolicy(recompute="cheap")}
+    assert len(found.activation_policies) == 1
 
 
 def test_if_nothing_fits_as_little_is_kept_as_can_be():
     found = relieved(1)
-    assert found.treatments == {event.name: ActivationPolicy(recompute="all") for event, _ in UNITS}
+    assert found.activation_policies == {event.name: ActivationPolicy(recompute="all") for event, _ in UNITS}
 
 
 def test_only_units_that_are_free_change():
     fixed = {"u0": ActivationPolicy(recompute="all"), "u1": KEEP}
     found = relieved(1, free=frozenset({"u2"}), fixed=fixed)
-    assert found.treatments == {"u0": fixed["u0"], "u2": ActivationPolicy(recompute="all")}
+    assert found.activation_policies == {"u0": fixed["u0"], "u2": ActivationPolicy(recompute="all")}
 
 
 def test_a_unit_that_is_called_twice_counts_twice():
@@ -132,4 +132,4 @@ def test_a_unit_that_is_called_twice_counts_twice():
     free = frozenset(event.name for event, _ in UNITS)
     found = relieve(ActivationPlan(machine=MACHINE, free=free), microbatch(twice, None), [150], simulating("1f1b"))
     assert found.peaks[0] <= 150
-    assert found.treatments
+    assert found.activation_policies

@@ -28,13 +28,13 @@ def event(number: int = 1, name: str = "list.0", **changes) -> Event:
     return Event("unit", name, (before,), (after,), effort, 530, kept=KEPT)._replace(**changes)
 
 
-def costs(treatment: ActivationPolicy, **changes) -> tuple[float, ...]:
+def costs(policy: ActivationPolicy, **changes) -> tuple[float, ...]:
     min_bytes = changes.pop("min_bytes", 0)
-    return tuple(call_costs(event(**changes), treatment, WORK, MACHINE, min_bytes))
+    return tuple(call_costs(event(**changes), policy, WORK, MACHINE, min_bytes))
 
 
 @pytest.mark.parametrize(
-    ("treatment", "expected"),
+    ("policy", "expected"),
     [
         (KEEP, (530, 0, 0, 0.0, 0.0)),
         # Measured, a forward takes twice as long as modelled.
@@ -45,8 +45,8 @@ def costs(treatment: ActivationPolicy, **changes) -> tuple[float, ...]:
         (ActivationPolicy(recompute="cheap", offload=True), (38, 400, 100, 4.0, 10.0)),
     ],
 )
-def test_a_treatment_costs_time_and_spares_bytes(treatment, expected):
-    assert costs(treatment) == pytest.approx(expected)
+def test_a_treatment_costs_time_and_spares_bytes(policy, expected):
+    assert costs(policy) == pytest.approx(expected)
 
 
 def test_small_memories_stay_on_the_device():
@@ -84,10 +84,10 @@ def chain(*names: str) -> Trace:
     return Trace([event(number, name) for number, name in enumerate(names, start=1)], len(names))
 
 
-def under(treatment: ActivationPolicy, trace: Trace, stage_of: dict[str, int] | None = None) -> list[tuple[int, int]]:
+def under(policy: ActivationPolicy, trace: Trace, stage_of: dict[str, int] | None = None) -> list[tuple[int, int]]:
     names = [each.name for each in trace.events]
     work = dict.fromkeys(range(len(names)), WORK)
-    found, _ = treated(trace, work, dict.fromkeys(names, treatment), stage_of or {}, machine=MACHINE)
+    found, _ = treated(trace, work, dict.fromkeys(names, policy), stage_of or {}, machine=MACHINE)
     return [(each.saved_bytes, each.again_bytes) for each in found.events]
 
 

@@ -156,11 +156,11 @@ def test_what_units_keep_is_read_where_the_file_says_it():
     relief = {"treatment": {"recompute": "all", "offload": True}}
     text = changed(lambda data: data["units"][0].update(relief=relief))
     name = json.loads(text)["units"][0]["name"]
-    assert read_partition(text, "p.json").treatments == {name: ActivationPolicy(recompute="all", offload=True)}
+    assert read_partition(text, "p.json").activation_policies == {name: ActivationPolicy(recompute="all", offload=True)}
 
 
 @pytest.mark.parametrize(
-    ("treatment", "problem"),
+    ("policy", "problem"),
     [
         (
             {"recompute": "some"},
@@ -170,8 +170,8 @@ def test_what_units_keep_is_read_where_the_file_says_it():
         (None, "`treatment` of `relief` of unit 0 of p.json must be an object, but is None."),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused(treatment, problem):
-    text = changed(lambda data: data["units"][0].update(relief={"treatment": treatment}))
+def test_a_choice_that_does_not_exist_is_refused(policy, problem):
+    text = changed(lambda data: data["units"][0].update(relief={"treatment": policy}))
     with pytest.raises(ConfigError) as failure:
         read_partition(text, "p.json")
     assert problem in str(failure.value)
