@@ -2,8 +2,8 @@
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
 with others. ``pytest --sparse`` (that is ``make test``) runs so few that each value of each parameter occurs, together
-with values that have not occurred yet as far as possible; ``make test-all`` runs all of them. Of a long table, cases at
-equal distances are run: neighbours are alike.
+with values that have not occurred yet as far as possible; ``make test-all`` runs all of them. If more than
+``LONGEST`` remain, it runs that many at equal distances, and leaves the other values to ``make test-all``.
 """
 
 from collections import Counter

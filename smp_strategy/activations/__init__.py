@@ -1,6 +1,6 @@
 """Activation checkpointing and offload of units; the same numbers with less memory. In reading order:
 
-* ``policy``: the policy of one unit: keep, recompute, offload.
+* ``policy``: activations of one unit: keep, recompute, offload.
 * ``annotations``: requests by hand, ``set_activation_checkpointing``.
 * ``selection``: options and requests become policies by unit.
 * ``unit_wrapper``: wraps the calls of a stage's units as their policies say; start here.

@@ -17,7 +17,7 @@ Recompute = Literal["no", "all", "cheap"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """What happens to the activations of one unit."""
+    """Activations of one unit: kept, recomputed or offloaded."""
 
     recompute: Recompute = "no"
     """``all``: the unit keeps its inputs and runs again in backward. ``cheap`` (selective checkpointing): it also keeps

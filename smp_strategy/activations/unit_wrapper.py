@@ -72,7 +72,7 @@ class UnitWrapper:
     ) -> None:
         self.repeating: nn.Module | None = None
         self.switched: Callable[[], _Again] = lambda: nullcontext
-        self._treatments = activation_policies or {}
+        self._policies = activation_policies or {}
         self._device = device or torch.device("cpu")
         self.offload = offload or Offload(HostCopies(self._device))
         self._bystanders = bystanders
@@ -81,11 +81,11 @@ class UnitWrapper:
     @property
     def recomputes(self) -> bool:
         """Whether some units are always recomputed."""
-        return any(policy.recompute != "no" for policy in self._treatments.values())
+        return any(policy.recompute != "no" for policy in self._policies.values())
 
     def around(self, call: UnitCall, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrapper of ``function``, which runs the unit of ``call``."""
-        policy = self._treatments.get(call.name, KEEP)
+        policy = self._policies.get(call.name, KEEP)
         if call.asked is not None and policy.recompute == "no":
             policy = replace(call.asked, offload=policy.offload)
         if policy.is_default or not torch.is_grad_enabled():

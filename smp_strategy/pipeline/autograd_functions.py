@@ -99,7 +99,7 @@ def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: A
         return original(run, preserve, *inputs)
     # As in torch: if no input requires a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
-    with _recomputing(program, _treatment(run, preserve)), torch.set_grad_enabled(wanted):
+    with _recomputing(program, _policy(run, preserve)), torch.set_grad_enabled(wanted):
         return run(*inputs)
 
 
@@ -116,7 +116,7 @@ def _checkpoint(
     if program is None:
         yield from original(function, preserve, contexts, *args, **kwargs)
         return
-    with _recomputing(program, _treatment(function, preserve, contexts)):
+    with _recomputing(program, _policy(function, preserve, contexts)):
         yield
 
 
@@ -130,7 +130,7 @@ def _recomputing(program: Interpreter, policy: ActivationPolicy) -> Iterator[Non
         program.asked = before
 
 
-def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> ActivationPolicy:
+def _policy(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> ActivationPolicy:
     """Activation policy that ``checkpoint`` asks for the units that ``function`` calls.
 
     Context functions of the user (selective checkpointing) are replaced by the package's own, which keep the results of

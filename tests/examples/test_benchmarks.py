@@ -62,7 +62,6 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_ends_with_its_figures(script, tmp_path):
     arguments, names = SCRIPTS[script]

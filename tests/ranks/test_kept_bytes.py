@@ -1,4 +1,4 @@
-"""What calls keep for backward is what was predicted, to the byte: split layers, shards, halves, policies."""
+"""Calls keep as many bytes for backward as predicted: split layers, shards, half precision, policies."""
 
 from typing import Any
 from unittest import mock

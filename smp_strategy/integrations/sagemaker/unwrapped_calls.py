@@ -1,4 +1,4 @@
-"""What PyTorch does with parameters of wrapped models without this package's calls: clipping, and steps of optimizers.
+"""Parameters of wrapped models in PyTorch's own calls: gradient clipping, and optimizers that are not wrapped.
 
 ``torch.nn.utils.clip_grad_norm_`` clips by the norm over the gradients of all ranks: a rank has those of its own part
 only, so PyTorch's function would clip each rank by a norm of its own. An optimizer that was not wrapped is refused: its
@@ -58,7 +58,7 @@ def _around(original: Any) -> Any:
 
 
 def refuse_unwrapped(run: RunState) -> Callable[[], None]:
-    """Refuse steps of such optimizers until the function that is returned is called."""
+    """Refuse steps of optimizers that are not wrapped, until the function that is returned is called."""
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if run.shape.world_size == 1 or any(optimizer in (each, each.optimizer) for each in run.optimizers):

@@ -129,12 +129,12 @@ def read_partition(text: str, source: str) -> SavedPartition:
         if unit.get("num_parameters") is not None:
             sizes[name] = _field(unit, "num_parameters", int, where)
         if "relief" in unit:
-            activation_policies[name] = _treatment(_field(unit, "relief", dict, where), f"`relief` of {where}")
+            activation_policies[name] = _policy(_field(unit, "relief", dict, where), f"`relief` of {where}")
     chunks = _field(data, "chunks_per_stage", int, source) if "chunks_per_stage" in data else None
     return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, activation_policies)
 
 
-def _treatment(data: Mapping[str, Any], where: str) -> ActivationPolicy:
+def _policy(data: Mapping[str, Any], where: str) -> ActivationPolicy:
     found = _field(data, "treatment", dict, where)
     try:
         policy = ActivationPolicy(**found)

@@ -1,4 +1,4 @@
-"""What the package expects of PyTorch's private functions."""
+"""Private functions of PyTorch do what the package expects of them."""
 
 import weakref
 from datetime import timedelta
