@@ -14,13 +14,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.grids import LONGEST, enough, spaced
+from tests.grids import MOST, enough, spaced
 
 torch.set_num_threads(1)
 settings.register_profile("suite", max_examples=50, deadline=None)
 settings.load_profile("suite")
-
-COSTLY = ("parity", "ranks", "integrations")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "one_in(n): of a long table, every n-th case is enough for `--sparse`")
+    config.addinivalue_line("markers", "one_in(n): of a table, every n-th case is enough for `--sparse` in any folder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,10 +44,11 @@ def sparse(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Those of the ``cases`` of a test that are run."""
     if mark := cases[0].get_closest_marker("one_in"):
         return cases[:: mark.args[0]]
-    if not any(f"tests/{folder}/" in cases[0].nodeid for folder in COSTLY):
+    most = MOST.get(cases[0].nodeid.split("/")[1])
+    if most is None:
         return cases
     # The names of the values, one for each `parametrize`: pytest tells nowhere else which values came together.
     values = [dict(enumerate(call._idlist)) if (call := getattr(case, "callspec", None)) else {} for case in cases]
     if len(values[0]) > 1:
         cases = [cases[number] for number in enough(values)]
-    return [cases[number] for number in spaced(len(cases), LONGEST)]
+    return [cases[number] for number in spaced(len(cases), most)]

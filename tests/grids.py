@@ -1,19 +1,19 @@
 """Which cases of a grid are enough for every day.
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
-with others. ``pytest --sparse`` (that is ``make test``) runs so few that each value of each parameter occurs, together
-with values that have not occurred yet as far as possible; ``make test-all`` runs all of them. If more than
-``LONGEST`` remain, it runs that many at equal distances, and leaves the other values to ``make test-all``.
+with others. ``pytest --sparse`` (that is ``make test``) chooses so few that each value of each parameter occurs,
+together with values that have not occurred yet as far as possible. If more than ``MOST`` remain, it runs that many at
+equal distances. ``make test-all`` runs all of them.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LONGEST", "enough", "spaced"]
+__all__ = ["MOST", "enough", "spaced"]
 
-# Cases of one test that are enough for every day.
-LONGEST = 8
+# By the folder of a test, how many of its cases are enough for every day. Those of other folders take milliseconds.
+MOST = {"parity": 3, "ranks": 3, "integrations": 2, "examples": 2}
 
 
 def enough(cases: Sequence[dict[Any, Any]]) -> list[int]:

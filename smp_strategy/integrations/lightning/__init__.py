@@ -22,17 +22,19 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     environment, sigterm            submitit, torchrun, backends; stop all ranks before the same step
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from smp_strategy.integrations.lightning.strategy_class import make_strategy
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
+    from smp_strategy.integrations.lightning.strategy_class import make_strategy
 
 __all__ = ["SMPStrategy", "make_strategy"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SMPStrategy":
-        return make_strategy("lightning.pytorch")
+    # Imported at their first use: parts of this package are used where Lightning is not needed.
+    if name in __all__:
+        make = import_module(f"{__name__}.strategy_class").make_strategy
+        return make if name == "make_strategy" else make("lightning.pytorch")
     raise AttributeError(f"module 'smp_strategy.integrations.lightning' has no attribute {name!r}")

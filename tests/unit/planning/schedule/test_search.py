@@ -97,14 +97,14 @@ def least(works: list[Work], num_microbatches: int, splits: bool) -> float:
 def test_no_timetable_is_two_percent_faster(splits):
     rng = random.Random(5)
     undecided = 0
-    for _ in range(60):
+    for _ in range(20):
         stages, count = rng.choice([2, 3, 4]), rng.randint(1, 8)
         works = [Work(*(rng.uniform(0.5, 1.5) for _ in range(3))) for _ in range(stages)]
         policies = [p for p in candidates(stages, count, num_units=stages) if splits or not p.splits_backward]
         found = search(chain_of(works), count, policies, losses=Losses(split=0.0)).plan
         target = found.makespan / 1.02
         if least(works, count, splits) < target:
-            better = can_end_by(works, count, splits, target, seconds=5.0)
+            better = can_end_by(works, count, splits, target, seconds=20.0)
             assert better is not True, (works, count)
             undecided += better is None
     assert undecided <= 2
