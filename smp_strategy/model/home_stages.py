@@ -76,8 +76,8 @@ class HomeStages(Guard):
         stages = " and ".join(str(stage) for stage in sorted(self.holders))
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
-            f"{self.stage}, that of this rank. Compute with it in a step, or {words.in_hook}; to save "
-            f"the model, call {words.save_model} on all ranks; to have the whole "
+            f"{self.stage}, that of this rank. Compute with it in a step (without `skip_tracing`), or "
+            f"{words.in_hook}; to save the model, call {words.save_model} on all ranks; to have the whole "
             'model after a run, set `restore_module="all"`.'
         )
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning_toy import on_ranks, quiet, shared_loader, toy_module, toy_trainer
+from lightning_toy import error_of, on_ranks, quiet, shared_loader, toy_module, toy_trainer
 from torch import nn
 
 LAYOUTS = {
@@ -64,3 +64,13 @@ def test_a_teacher_follows_its_student_once_per_microbatch(tmp_path, follow):
                 atol=1e-6,
                 msg=lambda text, layout=layout: f"{layout}: {text}",
             )
+
+
+def refused(folder, smp):
+    return error_of(lambda: train(folder, smp, in_place))
+
+
+def test_without_a_dry_run_weights_of_other_stages_cannot_be_written_to(tmp_path):
+    for found in on_ranks(refused, 2, tmp_path, {**LAYOUTS["pp2"], "skip_tracing": True}):
+        assert "_` needs the values of `" in found
+        assert "in a step (without `skip_tracing`)" in found

@@ -88,8 +88,9 @@ class ManualOptimization:
         refused = [f"argument {number}" for number in range(1, len(args) + 1)] + sorted({*kwargs} - {"retain_graph"})
         if refused:
             raise UnsupportedError(
-                f"`manual_backward` with {', '.join(refused)} is not built yet for strategy 'smp'. Only `retain_graph` "
-                "can be given."
+                f"`manual_backward` with {', '.join(refused)} is not supported by strategy 'smp'. Only `retain_graph` "
+                "can be given. For gradients of gradients call `torch.autograd.grad(..., create_graph=True)` in the "
+                "step, and add what is computed from them to the loss."
             )
 
         def act(losses: list[Any]) -> None:
