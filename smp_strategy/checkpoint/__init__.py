@@ -12,6 +12,7 @@ full_state_dict      Gathers the full state on global rank 0, for one ordinary f
 stand_in             Tensors without values that remember how these are made: a state dict for code that edits it.
 file_plan            Which rank writes which file of whole tensors, and in what order they are gathered.
 spread_state         Writes files of whole tensors from the ranks' shards, one tensor at a time.
+torch_file           Writes one file of ``torch.save`` from the ranks' shards, one tensor at a time.
 restore_module       Gives every rank the whole module back at the end of a run.
 convert              Other formats: read and write them (SageMaker, safetensors, Hugging Face, DCP, torch.save).
 tools                The commands ``smp inspect``, ``verify``, ``export``, ``import``.

@@ -6,13 +6,15 @@ writers take turns, so that all writers are at work, and all ranks know the orde
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from smp_strategy.checkpoint.stand_in import Recipe, entries_of
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.balance import balanced_among
 
 __all__ = ["PlannedFile", "PlannedTensor", "Portion", "assign_writers", "in_rounds", "portions_in_turn"]
+
+T = TypeVar("T")
 
 
 class PlannedTensor(NamedTuple):
@@ -80,19 +82,19 @@ def portions_in_turn(files: Sequence[PlannedFile], writers: Sequence[int]) -> li
     return found
 
 
-def in_rounds(portions: Sequence[Portion], sizes: Sequence[int], most: int) -> Iterator[Sequence[Portion]]:
-    """Cut ``portions`` into rounds of ``most`` bytes, and of one portion at least.
+def in_rounds(parts: Sequence[T], sizes: Sequence[int], most: int = 1 << 30) -> Iterator[Sequence[T]]:
+    """Cut ``parts`` into rounds of ``most`` bytes, and of one part at least.
 
     Args:
-        portions: All portions.
+        parts: All portions or tensors, in order.
         sizes: Bytes of each.
         most: Bytes of a round.
     """
     begin, total = 0, 0
     for number, size in enumerate(sizes):
         if number > begin and total + size > most:
-            yield portions[begin:number]
+            yield parts[begin:number]
             begin, total = number, 0
         total += size
-    if begin < len(portions):
-        yield portions[begin:]
+    if begin < len(parts):
+        yield parts[begin:]

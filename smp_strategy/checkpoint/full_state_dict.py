@@ -36,6 +36,7 @@ __all__ = [
     "EntryOffer",
     "collect",
     "gradients",
+    "held_optimizer_entries",
     "keep_share",
     "merged",
     "numbered",
@@ -45,6 +46,7 @@ __all__ = [
     "optimizer_state_dict",
     "optimizer_state_on_all_ranks",
     "state_dict",
+    "whole_optimizer_state_dict",
 ]
 
 _PART, _STATE = "a part of a state", "a state that rank 0 has collected"
@@ -181,18 +183,27 @@ def state_dict(holdings: LocalShards) -> dict[str, Any]:
 
 def optimizer_state_dict(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
     """The full ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
+    collected = collect(held_optimizer_entries(holdings, optimizer))
+    return whole_optimizer_state_dict(optimizer, collected) if holdings.mesh.rank == 0 else {}
+
+
+def held_optimizer_entries(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
+    """This rank's share of the state of ``optimizer``, by numbers of parameters: ``0.exp_avg``."""
+    return flattened(optimizer_state(holdings, optimizer, numbers_of(optimizer))["state"])
+
+
+def whole_optimizer_state_dict(optimizer: Optimizer, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """``optimizer.state_dict()`` of a single process, with whole ``entries``, named as in
+    :func:`held_optimizer_entries`."""
     numbers = numbers_of(optimizer)
-    collected = _collected(holdings, optimizer)
-    if holdings.mesh.rank != 0:
-        return {}
-    state = {int(numbers[parameter]): kept for parameter, kept in _by_parameter(collected, numbers).items()}
+    state = {int(numbers[parameter]): kept for parameter, kept in _by_parameter(entries, numbers).items()}
     return {**optimizer.state_dict(), "state": dict(sorted(state.items()))}
 
 
 def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) -> defaultdict[Any, Any]:
     """The full ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
     numbers = numbers_of(optimizer)
-    collected = on_all_ranks(_collected(holdings, optimizer))
+    collected = on_all_ranks(collect(held_optimizer_entries(holdings, optimizer)))
     state: defaultdict[Any, Any] = defaultdict(dict)
     found = _by_parameter(collected, numbers)
     for parameter in [each for each in numbers if each in found]:
@@ -203,10 +214,6 @@ def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) ->
         )
     state.update((key, kept) for key, kept in optimizer.state.items() if key not in holdings.names)
     return state
-
-
-def _collected(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
-    return collect(flattened(optimizer_state(holdings, optimizer, numbers_of(optimizer))["state"]))
 
 
 def _by_parameter(

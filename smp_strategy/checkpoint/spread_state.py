@@ -33,7 +33,6 @@ from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["SpreadState"]
 
-_ROUND: Final = 1 << 30
 _PART: Final = "a part of a tensor that another rank writes"
 
 
@@ -64,17 +63,26 @@ class SpreadState:
         Args:
             prefix: Selects the entries whose names begin with it, and is removed from these.
         """
-        made: dict[str, StandIn] = {}
-        found: OrderedDict[str, Any] = OrderedDict()
-        for name in self._names:
-            if not name.startswith(prefix):
-                continue
-            home = self._home[name]
-            info = self._info(home)
-            if info is not None and home not in made:
-                made[home] = StandIn(info, EntryRecipe(home))
-            found[name.removeprefix(prefix)] = made[home] if info is not None else self._first[home].value
-        return found
+        made = {home: StandIn(info, EntryRecipe(home)) for home, info in self.tensors().items()}
+        return self.entries(made, prefix)
+
+    def tensors(self) -> dict[str, LocalTensorInfo]:
+        """Shape and dtype of each tensor by its first name."""
+        infos = {home: self._info(home) for home in self._first}
+        return {home: info for home, info in infos.items() if info is not None}
+
+    def entries(self, tensors: Mapping[str, Any], prefix: str = "") -> "OrderedDict[str, Any]":
+        """The whole state dict, with ``tensors`` by their first names.
+
+        Args:
+            tensors: Something for each of :meth:`tensors`.
+            prefix: Selects the entries whose names begin with it, and is removed from these.
+        """
+        return OrderedDict(
+            (name.removeprefix(prefix), tensors.get(self._home[name], self._first[self._home[name]].value))
+            for name in self._names
+            if name.startswith(prefix)
+        )
 
     def num_elements(self, names: Iterable[str]) -> int:
         """Number of elements of tensors, tied ones once."""
@@ -98,11 +106,11 @@ class SpreadState:
         """
         writer_of = assign_writers([self._held(file) for file in files], writers)
         portions = portions_in_turn(files, writer_of)
-        sizes = [sum(self._num_bytes(name) for name in portion.entries) for portion in portions]
+        sizes = [sum(self.num_bytes(name) for name in portion.entries) for portion in portions]
         rank = dist.get_rank()
         pen = _Pen(folder, {number: file for number, file in enumerate(files) if writer_of[number] == rank})
         try:
-            for portions_of_round in in_rounds(portions, sizes, _ROUND):
+            for portions_of_round in in_rounds(portions, sizes):
                 with alike(f"writing to {folder}"):
                     for portion in portions_of_round:
                         values = self._gathered(portion, writer_of[portion.file])
@@ -113,7 +121,8 @@ class SpreadState:
         finally:
             pen.close()
 
-    def _num_bytes(self, name: str) -> int:
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the whole entry; 0 if it is no tensor."""
         info = self._info(name)
         return 0 if info is None else math.prod(info.shape) * info.dtype.itemsize
 
@@ -133,11 +142,12 @@ class SpreadState:
     def _gathered(self, portion: Portion, writer: int) -> dict[str, Tensor] | None:
         """The entries of ``portion`` on its writer; ``None`` elsewhere."""
         is_here = dist.get_rank() == writer
-        found = {name: self._collected(name, writer, is_here=is_here) for name in portion.entries}
+        found = {name: self.collected(name, writer) for name in portion.entries}
         return {name: value for name, value in found.items() if value is not None} if is_here else None
 
-    def _collected(self, name: str, writer: int, *, is_here: bool) -> Tensor | None:
-        info = self._info(name)
+    def collected(self, name: str, writer: int) -> Tensor | None:
+        """The whole tensor ``name`` on rank ``writer``, ``None`` elsewhere. Collective over the ranks that have it."""
+        info, is_here = self._info(name), dist.get_rank() == writer
         assert info is not None
         sources = self._sources(name, writer)
         whole = Rectangle((0,) * len(info.shape), info.shape)
@@ -160,7 +170,7 @@ class SpreadState:
         for rank in (writer, *(other for other in range(len(self._offers)) if other != writer)):
             offer = self._offers[rank].get(name)
             for number, rectangle in enumerate(() if offer is None else offer.rectangles):
-                if rectangle.numel or not self._num_bytes(name):
+                if rectangle.numel or not self.num_bytes(name):
                     found.setdefault(rectangle, (rank, number))
         return found
 

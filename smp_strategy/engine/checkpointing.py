@@ -10,12 +10,23 @@ state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.full_state_dict import collect, gradients, numbered, numbers_of, optimizer_state_dict
+from smp_strategy.checkpoint.full_state_dict import (
+    collect,
+    gradients,
+    held_optimizer_entries,
+    numbered,
+    numbers_of,
+    optimizer_state_dict,
+    whole_optimizer_state_dict,
+)
 from smp_strategy.checkpoint.load import (
     GRADIENTS,
     MODULE,
@@ -37,6 +48,8 @@ from smp_strategy.checkpoint.state_dict import (
     whole_optimizer_state,
 )
 from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.checkpoint.torch_file import write_torch_file
+from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -220,6 +233,27 @@ class SavedState:
             return optimizer.state_dict() if self._parts.mesh.rank == 0 else {}
         with self._parts.views.put_aside():
             return optimizer_state_dict(self._parts.local_model.holdings, optimizer)
+
+    def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
+        """Write what :meth:`full_optimizer_state` returns by ``torch.save``, one tensor at a time. Collective.
+
+        Args:
+            optimizer: Optimizer of the module.
+            path: Path of the new file, on global rank 0.
+
+        Raises:
+            CheckpointError: its parameter groups have objects with tensors in them.
+            PeerFailedError: global rank 0 could not write.
+        """
+        local_model, doing = self._parts.local_model, "saving the state of an optimizer"
+        if optimizer in self._parts.late.optimizers or local_model is None:
+            with alike(doing):
+                if self.is_first:
+                    torch.save(self.full_optimizer_state(optimizer), path)
+            return
+        with self._parts.views.put_aside():
+            state = SpreadState(held_optimizer_entries(local_model.holdings, optimizer), ())
+            write_torch_file(state, partial(whole_optimizer_state_dict, optimizer), path, doing=doing)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.

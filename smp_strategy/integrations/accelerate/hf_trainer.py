@@ -34,8 +34,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
 
 from smp_strategy.checkpoint.storage.atomic_commit import replacing
+from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.integrations.accelerate.full_states import leave_file
+from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE
 
 __all__ = ["SMPTrainer", "adopt", "count_replicas", "trainer_above"]
@@ -160,10 +163,9 @@ class SMPTrainer(Trainer):
         return any(each.model is self.model and each.are_collective for each in calls)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the full optimizer state on the first process. Collective."""
-        state = self.accelerator.get_optimizer_state_dict(self.optimizer)
+        """Write the full optimizer state, of which no process ever has all. Collective."""
+        self.accelerator.write_optimizer_state_dict(self.optimizer, Path(output_dir, OPTIMIZER_NAME))
         if self.args.should_save:
-            _save_file(state, Path(output_dir, OPTIMIZER_NAME))
             scheduler: Any = self.lr_scheduler
             _save_file(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -184,9 +186,10 @@ class SMPTrainer(Trainer):
             return
         of_optimizer, of_scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
         if of_optimizer.is_file() and of_scheduler.is_file():
-            # Into host memory: the device may have room for a shard only.
-            state = torch.load(of_optimizer, map_location="cpu", weights_only=True)
+            # Mapped into host memory: this rank reads its shard only.
+            state = load_file(of_optimizer, weights_only=True)
             self.accelerator.load_optimizer_state_dict(self.optimizer, state)
+            leave_file(unwrapped([self.optimizer])[0])
             scheduler: Any = self.lr_scheduler
             scheduler.load_state_dict(torch.load(of_scheduler, weights_only=True))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accelerate.logging import get_logger
-from accelerate.utils import OPTIMIZER_NAME
+from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME
 from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
@@ -113,17 +113,34 @@ class StateFolderHooks(SavingHooks):
         for number, optimizer in enumerate(self._optimizers):
             if is_sharded and self._smp_engine_of(optimizer) is not None:
                 continue
+            path = save.folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
+            if self._smp_writes_together(save):
+                self.write_optimizer_state_dict(optimizer, path)
+                continue
             state = save.kept(self.get_optimizer_state_dict(optimizer))
-            save.do(partial(self._smp_save, state, save.folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)))
+            save.do(partial(self._smp_save, state, path))
             del state  # before the next is collected
+
+    def _smp_writes_together(self, save: "_FolderSave") -> bool:
+        """Whether ranks write one file together, so that none has the whole state: now, and on one node."""
+        return not save.is_later and not self.project_configuration.save_on_each_node
 
     def _smp_save_models(self, save: "_FolderSave", *, is_sharded: bool, safe_serialization: bool) -> None:
         """Save weights in full form, numbered by model. Collective."""
         hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
-        whole = {
-            number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
+        models = {
+            number: model
             for number, model in enumerate(self._models)
             if not (is_sharded and self._smp_place(model) is not None)
+        }
+        if safe_serialization and not hooks and self._smp_writes_together(save):
+            spread = {number: found for number, model in models.items() if (found := self._smp_spread(model))}
+            for number, found in spread.items():
+                found.write_file(save.folder / state_files.name(f"{SAFE_MODEL_NAME}.safetensors", number))
+                del models[number]
+        whole = {
+            number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
+            for number, model in models.items()
         }
         if hooks:
             weights = list(whole.values())

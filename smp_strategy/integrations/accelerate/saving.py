@@ -1,8 +1,9 @@
 """Full state dicts of models and optimizers under any layout, and files of them (``save_model``).
 
-State dicts have whole tensors under plain names, and loading accepts those of plain Accelerate. The shards are gathered
-on global rank 0, which writes (with ``save_on_each_node`` the first rank of each node does); the other ranks wait, and
-fail if it fails. Files are written beside their place and moved there when they are complete
+State dicts have whole tensors under plain names, and loading accepts those of plain Accelerate. Files are written from
+the shards, one tensor at a time. Only if they are written later, by hooks or on each node are the shards gathered on
+global rank 0 (with ``save_on_each_node`` on the first rank of each node); the other ranks wait, and fail if it fails.
+Files are written beside their place and moved there when they are complete
 (:mod:`smp_strategy.integrations.accelerate.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
@@ -12,15 +13,17 @@ All calls are collective; a rank that does not make the same call gets an error
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+import torch
 from accelerate.utils import save
 from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.checkpoint.storage.atomic_commit import replacing
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
@@ -127,6 +130,22 @@ class SavingHooks(HookBase):
         meet("accelerator.get_optimizer_state_dict")
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         return bare.state_dict() if engine is None else self._smp_for_writers(engine.saved.full_optimizer_state(bare))
+
+    def write_optimizer_state_dict(self, optimizer: Any, path: Path) -> None:
+        """Write the full state dict of an optimizer to a file; no rank ever has all of it. Collective.
+
+        Args:
+            optimizer: prepared.
+            path: path of the file, which is replaced atomically by the main process.
+        """
+        meet("accelerator.write_optimizer_state_dict")
+        engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
+        is_written_here = self.is_main_process
+        with replacing(path, is_folder=False) if is_written_here else nullcontext(path) as staging:
+            if engine is not None:
+                engine.saved.write_full_optimizer_state(bare, staging)
+            elif is_written_here:
+                torch.save(bare.state_dict(), staging)
 
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch.distributed as dist
+from accelerate.utils import clean_state_dict_for_safetensors
 
 from smp_strategy.checkpoint.file_plan import PlannedFile, PlannedTensor
 from smp_strategy.checkpoint.spread_state import SpreadState
@@ -88,6 +89,13 @@ class SpreadModel:
         with self._aside():
             state = self._engine.saved.spread_state()
         return state, state.stand_ins(self._prefix)
+
+    def write_file(self, path: Path) -> None:
+        """Write the weights to one file of safetensors, in a folder that global rank 0 sees. Collective."""
+        state, entries = self.collected()
+        notes = FileNotes(path.parent)
+        notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
+        state.write(notes.files, path.parent, writers=[0])
 
     def num_parameters(self, state: SpreadState) -> int:
         """Number of elements of all parameters, of which this rank has a part."""
