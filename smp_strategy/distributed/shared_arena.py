@@ -123,9 +123,10 @@ class Arena:
         self._touched = max(self._touched, self._blocks.peak)
         self._memory[_FLAGS + start // GRANULE] = 0
         first = self._first + start
-        if tensor.stride() == strides and not (tensor.is_conj() or tensor.is_neg()):
+        source = tensor.data_ptr()  # 0: a tensor of zeros that has no memory
+        if source and tensor.stride() == strides and not (tensor.is_conj() or tensor.is_neg()):
             # Past the caches if it is large, which a copy of torch's is not; other threads run meanwhile.
-            ctypes.memmove(self._bytes.data_ptr() + first, tensor.data_ptr(), tensor.nbytes)
+            ctypes.memmove(self._bytes.data_ptr() + first, source, tensor.nbytes)
         else:
             block = torch.empty(0, dtype=tensor.dtype, device="cpu")
             block.set_(self._bytes.untyped_storage(), first // tensor.itemsize, tensor.shape, strides)

@@ -56,6 +56,13 @@ def test_another_order_in_memory_is_kept(arena):
     assert torch.equal(seen, tensor)
 
 
+@pytest.mark.parametrize("tensor", [torch._efficientzerotensor(8), torch.rand(8, dtype=torch.complex64).conj()])
+def test_tensors_that_are_not_what_their_memory_says_are_resolved(tensor, arena):
+    start = arena.put(tensor, (1,))
+    seen = torch.empty(0, dtype=tensor.dtype).set_(PeerArena(arena.address).take(start, tensor.nbytes))
+    assert torch.equal(seen, tensor.clone())
+
+
 def test_a_full_arena_says_what_to_do(arena):
     for _ in range(8):
         arena.put(torch.zeros(MIB, dtype=torch.uint8), (1,))
