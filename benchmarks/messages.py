@@ -1,6 +1,6 @@
 """Tensors between two stages through shared memory, beside gloo, in one run::
 
-    python benchmarks/messages.py            # 2 ranks, some minutes
+    python benchmarks/messages.py            # 2 ranks, ten minutes
     python benchmarks/messages.py --quick    # one small round: does it run?
 
 For each size, with the transport that stages use, in the same processes:
@@ -194,7 +194,7 @@ def compare_steps(is_quick: bool) -> float:
     for setting in settings(2, size):
         if setting.sleeps:
             continue
-        rounds = run_ranks(measure_steps, 2, setting, 2 if is_quick else 15, size.steps, timeout=600)[0]
+        rounds = run_ranks(measure_steps, 2, setting, 2 if is_quick else 9, 2, timeout=600)[0]
         gloo, shared = (1e3 * median(times) for times in zip(*rounds, strict=True))
         found = median(mine / theirs for theirs, mine in rounds)
         print(f"{setting.name:32} {gloo:8.1f} {shared:8.1f} {found:7.3f}", flush=True)
