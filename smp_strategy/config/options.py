@@ -22,6 +22,7 @@ __all__ = [
     "RestoreModule",
     "Schedule",
     "ShardingOptions",
+    "StageTransport",
     "TensorParallelOptions",
     "TraceOptions",
     "UnitOptions",
@@ -33,6 +34,7 @@ Schedule = Literal["interleaved", "simple", "1f1b", "zb-h1", "zb-h2", "zb-v", "a
 TraceDevice = Literal["cpu", "gpu"]
 RestoreModule = Literal["all", "rank_zero", "none"]
 Gather = Literal["auto", "step", "use"]
+StageTransport = Literal["auto", "shared_memory", "gloo"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
@@ -61,6 +63,9 @@ class PipelineOptions:
     placement_strategy: str = "cluster"
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
     letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
+    stage_transport: StageTransport = "auto"
+    """Path of large tensors between stages. ``auto``: ``shared_memory`` where both ranks can, else ``gloo``.
+    ``shared_memory``: an error where they cannot. ``gloo``: sockets. SageMaker has no such option."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
@@ -71,6 +76,7 @@ class PipelineOptions:
                 "actions for each of them. Choose about 4 times the number of stages."
             )
         found += one_of(self, "pipeline", typing.get_args(Schedule))
+        found += one_of(self, "stage_transport", typing.get_args(StageTransport))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
         if not known:

@@ -9,12 +9,13 @@ have ranges of its own::
                                  [2^30, 3 * 2^29)      moves in hooks, counted within a hook
                                  [3 * 2^29, + 2^20)    results that stages share, in turn
     every group                  [7 * 2^28, 2^31 - 16] reduced numbers: a digest, the lowest four bits 0
-                                 2^31 - 5 .. 2^31 - 1  single purposes, below
+                                 2^31 - 6 .. 2^31 - 1  single purposes, below
 """
 
 from typing import Final
 
 __all__ = [
+    "BANDWIDTH",
     "CLOCKS",
     "COMPARED",
     "HOOKS",
@@ -46,6 +47,8 @@ COMPARED: Final = (1 << 31) - 4
 """Comparison of places that each rank of a small group sends to each."""
 CLOCKS: Final = (1 << 31) - 5
 """Times that stages ask each other for."""
+BANDWIDTH: Final = (1 << 31) - 6
+"""Tensors by which stages measure their bandwidth."""
 
 _REDUCED: Final = 7 << 28
 _REDUCED_BITS: Final = (1 << 28) - 16

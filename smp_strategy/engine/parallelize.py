@@ -45,6 +45,7 @@ from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
+from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
@@ -80,7 +81,8 @@ def parallelize(
     parts.delayed.prepare(layout.units, parts.optimizers)
     if layout.group is not None:
         _split_layers(parts, first, layout.group)
-    if layout.partition is None:
+    is_first = layout.partition is None
+    if is_first:
         _decide_partition(parts, first)
     if copies:
         parts.late.give_whole(parts.delayed)
@@ -97,23 +99,32 @@ def parallelize(
     )
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
-    connect(parts, local_model)
+    transport = connect(parts, local_model)
+    if is_first and transport is not None:
+        parts.report(render_paths(measure_paths(transport, parts.device)))
     return local_model
 
 
-def connect(parts: EngineParts, local_model: LocalModel) -> None:
+def connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
     """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
 
     Args:
         parts: Parts of the engine, with intercepted units. Gets the runtime.
         local_model: Parameters of this rank, of this run or of the one before.
+
+    Returns:
+        Transport to the other stages; ``None``: there is a single one.
     """
     mesh, calls = parts.mesh, parts.calls
-    transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout) if mesh.pp > 1 else None
+    transport = None
+    if mesh.pp > 1:
+        channels = open_channels(mesh.stage_ranks, mesh.pp_group, parts.config.stage_transport)
+        transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout, channels)
     local_model.show_in(parts.views, transport, lambda: parts.optimizers)
     if calls.mixed_precision is not None:
         calls.mixed_precision.keep(local_model.whole_parameters)
     calls.runtime = _runtime(parts, local_model, transport)
+    return transport
 
 
 def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> None:

@@ -29,6 +29,9 @@ microbatch           Splitting of a batch into microbatches.
 job                  A step to be run, and its result.
 current_program      Holder of the running program.
 wire_format          Tensors as messages.
+channel              Interface of the ways between stages; the way through gloo.
+shared_memory_channel  The way through memory that two ranks of a machine share.
+open_channels        Choice of the channels, by trying, and their bandwidth.
 action_order         Order without a plan; properties of an order.
 recorder             Measures every action.
 recording            Measured times of a step.

@@ -4,8 +4,9 @@ A send returns at once, and later in-place changes of its tensor do not reach th
 (:mod:`smp_strategy.pipeline.wire_format`). A receive is posted when it is known and waited for when it is needed; no
 thread is woken for a message that has arrived by then.
 
-gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Tensors of accelerators are copied
-through the host (:mod:`smp_strategy.distributed.host_copies`).
+Each message has a *header*, which gloo carries. gloo matches headers of a pair of ranks by tag, so messages may
+overtake each other. The :class:`~smp_strategy.pipeline.channel.Channel` to the other stage decides what else there is:
+the header may contain the tensor or say where it is.
 """
 
 from collections.abc import Sequence
@@ -15,21 +16,18 @@ from itertools import count
 from time import perf_counter
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.background_wait import BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
-from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.handle import Handle
-from smp_strategy.distributed.host_copies import HostCopies, Landed
+from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
-from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline import wire_format as messages
+from smp_strategy.pipeline.channel import Channel, GlooChannel
 
 __all__ = ["Receipt", "Transport"]
 
@@ -75,9 +73,10 @@ class Transport:
         stage_ranks: global rank of each stage.
         group: process group of the replica's stages.
         timeout: longest wait for a message; ``None``: timeout of the group's backend.
+        channels: channel between this stage and each; ``None``: gloo carries all messages.
 
     Attributes:
-        stage_ranks, group: as given.
+        stage_ranks, group, channels: as given.
         rank: global rank of this process.
         listeners: wait for messages that are not there yet.
         seconds_waited: how long this stage has been blocked by messages so far.
@@ -85,20 +84,26 @@ class Transport:
         sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
-    def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        stage_ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        timeout: timedelta | None = None,
+        channels: Sequence[Channel] | None = None,
+    ) -> None:
         self.stage_ranks = stage_ranks
+        self.channels = channels or [GlooChannel()] * len(stage_ranks)
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self.group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
         # By receiver's stage and tag.
         self._sent: dict[tuple[int, int], Handle[object]] = {}
-        self._copies: dict[torch.device, HostCopies] = {}
         self.result_tags = (SHARED_RESULTS + number % NUM_SHARED_RESULTS for number in count())
         self.seconds_waited = 0.0
         self.sent: set[tuple[str, int]] = set()
         self.rank, self._watch = dist.get_rank(), watch_of()
         # Names of messages to each stage, and of receives from it, for the deadlock watch.
-        self._channels = [_channel(self.rank, rank) for rank in stage_ranks]
+        self._outgoing = [_channel(self.rank, rank) for rank in stage_ranks]
         self._expected = [_expected(rank, self.rank) for rank in stage_ranks]
         self._watch.senders.add(self)
         self.listeners = BackgroundWaits()
@@ -107,15 +112,15 @@ class Transport:
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        message = messages.pack(tensor, spec)
-        if is_host(message.device):
-            self._sent[stage, tag] = self._start(message, stage, tag)
-        else:
-            copy = self._copies_of(message.device).out(message)
+        header = self.channels[stage].post(tensor, spec)
+        if isinstance(header, OnHost):
+            copy = header
             started = Handle(lambda: self._start(copy.wait(), stage, tag))
             self.listeners.expect(started)
             self._sent[stage, tag] = started.then(lambda sent: sent.wait())
-        self.sent.add((self._channels[stage], tag))
+        else:
+            self._sent[stage, tag] = self._start(header, stage, tag)
+        self.sent.add((self._outgoing[stage], tag))
 
     def _start(self, message: Tensor, stage: int, tag: int) -> Handle[object]:
         """Begin to send memory of the host."""
@@ -133,34 +138,23 @@ class Transport:
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Post a receive of a tensor with the metadata ``spec``."""
-        host = messages.on_host(spec)
-        copies = None if host is spec else self._copies_of(spec.device)
-        with outside_inference_mode():  # the tensor may be used outside of the inference mode of its first use
-            nbytes = messages.bytes_of(spec)
-            message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
-        incoming = messages.Incoming(message, host)
+        header = self.channels[stage].header(spec)
         try:
-            work = self.group.recv([message], self._peers[stage], tag)
+            work = self.group.recv([header.memory], self._peers[stage], tag)
         except RuntimeError as error:
             raise_lost(error, self.stage_ranks[stage], "waiting for a tensor from")
         timeout = self._timeout
 
         def wait() -> Landed:
             work.wait(timeout)
-            arrived = incoming.tensor()
-            return Landed(arrived) if copies is None else copies.back(arrived)
+            return header.take()
 
-        receipt = Receipt((self.stage_ranks[stage], tag), Handle(wait, incoming.is_there), self)
+        receipt = Receipt((self.stage_ranks[stage], tag), Handle(wait, header.is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
-        if copies is not None:
+        if header.goes_on:
             receipt.listen()  # so that the copy to the device begins as soon as it can
         return receipt
-
-    def _copies_of(self, device: torch.device) -> HostCopies:
-        if device not in self._copies:
-            self._copies[device] = HostCopies(device)
-        return self._copies[device]
 
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` has arrived."""
@@ -204,10 +198,14 @@ class Transport:
         for stage, tag in list(self._sent):
             self.confirm(stage, tag)
         self.sent.clear()
+        for channel in self.channels:
+            channel.trim()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and free the memory of channels that no tensor is in."""
         self.listeners.close()
+        for channel in self.channels:
+            channel.close()
 
 
 def _channel(source: int, target: int) -> str:

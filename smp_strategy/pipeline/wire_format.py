@@ -23,10 +23,11 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
-__all__ = ["Incoming", "bytes_of", "on_host", "pack"]
+__all__ = ["MARK", "Incoming", "bytes_of", "dense_strides", "on_host", "pack", "unpacked"]
 
-# A message that happens to end like this is merely not noticed early: its receiver waits for it in the usual way.
-_MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
+MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
+"""Preset end of a receive buffer. A message that happens to end like this is merely not noticed early: its receiver
+waits for it in the usual way."""
 
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
@@ -80,7 +81,7 @@ class Incoming:
         seen, end = memory.numpy(), spec.nbytes
         self._strides = seen[end:]
         self._strides[:] = memoryview(self._layout.ending)
-        self._mark = _MARK[:end]
+        self._mark = MARK[:end]
         self._last = seen[end - len(self._mark) : end]
         self._last[:] = memoryview(self._mark)
 
@@ -97,16 +98,27 @@ class Incoming:
 
         Its layout has the gaps of the original; an expanded tensor becomes a dense one.
         """
-        spec, layout, ending = self._spec, self._layout, self._strides.tobytes()
-        if ending != layout.ending:
-            layout = _layout(spec.size, struct.unpack_from(f"={len(spec.size)}q", ending), spec.device)
-        with outside_inference_mode():
-            elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
-            # Not a view of bytes, for autograd.
-            elements.set_(self._memory.untyped_storage(), 0, spec.size, layout.dense)
-            if layout.gaps is None:
-                return elements
-            return torch.empty_strided(spec.size, layout.gaps, dtype=spec.dtype, device=spec.device).copy_(elements)
+        ending, strides = self._strides.tobytes(), self._spec.stride
+        if ending != self._layout.ending:
+            strides = struct.unpack_from(f"={len(self._spec.size)}q", ending)
+        return unpacked(self._memory.untyped_storage(), self._spec, strides)
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides that the elements of ``tensor`` have in a message: the same order in memory, without gaps."""
+    return _layout(tensor.shape, tensor.stride(), tensor.device).dense
+
+
+def unpacked(memory: torch.UntypedStorage, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
+    """Make a tensor like ``spec`` of the elements in ``memory``, with the layout of an original with ``strides``."""
+    layout = _layout(spec.size, tuple(strides), spec.device)
+    with outside_inference_mode():
+        elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        # Not a view of bytes, for autograd.
+        elements.set_(memory, 0, spec.size, layout.dense)
+        if layout.gaps is None:
+            return elements
+        return torch.empty_strided(spec.size, layout.gaps, dtype=spec.dtype, device=spec.device).copy_(elements)
 
 
 class _Layout(NamedTuple):

@@ -38,6 +38,10 @@ SCRIPTS = {
     "gpu/sharded_30b.py": (TINY, {"ours_gib", "fsdp2_gib", "ours_over_fsdp2"}),
     "gpu/training_step.py": (TINY, {"tokens_per_second", "mfu", "worst_over_plain"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+    "messages.py": (
+        ["--quick"],
+        {"shm_over_gloo_bandwidth", "shm_over_gloo_latency", "shm_over_gloo_cpu", "shm_over_gloo_step"},
+    ),
     "pipeline.py": (
         ["--quick"],
         {"worst_ratio_vs_torch", "auto_ratio_vs_torch_1f1b", "sleep_efficiency", "worst_over_optimum"},

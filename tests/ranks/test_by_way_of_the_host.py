@@ -13,7 +13,7 @@ from torch import Tensor
 
 import smp_strategy.distributed.collectives.host_staged as staged
 import smp_strategy.distributed.collectives.interface as collectives
-import smp_strategy.pipeline.transport as transport
+import smp_strategy.pipeline.channel as channel
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.engine.engine import Engine
@@ -64,14 +64,14 @@ class Copies:
 
 def by_way_of_the_host(options: dict[str, Any], patched: bool) -> tuple[dict[str, Tensor], list[float], int]:
     if patched:
-        for module in (transport, collectives, staged):
+        for module in (channel, collectives, staged):
             module.is_host = lambda device: False
-        transport.HostCopies = staged.HostCopies = Copies
-        transport.messages.on_host = replace
+        channel.HostCopies = staged.HostCopies = Copies
+        channel.messages.on_host = replace
     torch.manual_seed(0)
     model = Text()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = Engine(SMPConfig(microbatches=4, **options))
+    engine = Engine(SMPConfig(microbatches=4, stage_transport="gloo", **options))
     engine.attach(model, [optimizer])
     losses = []
     for step in range(3):

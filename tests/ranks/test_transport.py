@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.transport import Transport
-from smp_strategy.pipeline.wire_format import _MARK
+from smp_strategy.pipeline.wire_format import MARK
 from smp_strategy.testing import run_ranks
 
 TENSORS: dict[str, Tensor] = {
@@ -28,7 +28,7 @@ TENSORS: dict[str, Tensor] = {
     "part of a memory": torch.arange(24.0)[8:16],
     "memory of numpy": torch.from_numpy(np.arange(6)),
     # What is not recognized as having come arrives all the same.
-    "like memory that waits": torch.frombuffer(bytearray(_MARK * 3), dtype=torch.int64),
+    "like memory that waits": torch.frombuffer(bytearray(MARK * 3), dtype=torch.int64),
 }
 
 

@@ -85,7 +85,10 @@ def test_a_value_of_the_wrong_type_is_named(name, value, shown):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("pipeline", "zb"), ("pipeline", "Interleaved"), ("trace_device", "tpu"), ("optimize", "time"), ("optimize", "")],
+    [
+        *(("pipeline", "zb"), ("pipeline", "Interleaved"), ("trace_device", "tpu"), ("optimize", "time")),
+        *(("optimize", ""), ("stage_transport", "nccl"), ("stage_transport", "")),
+    ],
 )
 def test_choices_are_listed_when_none_is_hit(name, value):
     with pytest.raises(ConfigError, match=f"`{name}` must be one of .*, but is '{value}'"):
