@@ -17,25 +17,25 @@ from smp_strategy.errors import ConfigError
 __all__ = ["even_node_size", "find_node_size"]
 
 
-def find_node_size(dp_shard: int) -> int | None:
+def find_node_size(needed_by: str | None) -> int | None:
     """Number of ranks on each node; collective over all ranks.
 
     Args:
-        dp_shard: Ranks in a shard group; without sharding nothing depends on nodes, and they may be uneven.
+        needed_by: Option, with its value, that depends on nodes; ``None``: nothing does, and they may be uneven.
 
     Returns:
         ``None`` if nodes are uneven.
 
     Raises:
-        ConfigError: nodes are uneven, and shard groups are to be laid over them.
+        ConfigError: nodes are uneven, and ``needed_by`` depends on them.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()
     known = collectives.gather_objects(here, "a comparison of nodes")
     size = even_node_size(known)
-    if size is None and dp_shard > 1:
+    if size is None and needed_by is not None:
         told = ", ".join(f"rank {rank}: {host}, {size or 'unknown'}" for rank, (size, host) in enumerate(known))
         raise ConfigError(
-            f"`sharded_data_parallel_degree={dp_shard}` needs as many ranks on each node as on every other, numbered "
+            f"`{needed_by}` needs as many ranks on each node as on every other, numbered "
             f"node by node, but they are uneven (host and LOCAL_WORLD_SIZE of {told}). Start equal numbers of "
             "processes, or leave the option out."
         )
