@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from smp_strategy.activations.annotations import set_activation_checkpointing as set_activation_checkpointing
     from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential as checkpoint_sequential
     from smp_strategy.config.config import SMPConfig as SMPConfig
+    from smp_strategy.data_parallel.ddp_comm_hook import HierarchicalAllReduceState as HierarchicalAllReduceState
+    from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook as hierarchical_allreduce_hook
     from smp_strategy.engine.engine import Engine as Engine
     from smp_strategy.engine.offline_planning import plan_partition as plan_partition
     from smp_strategy.errors import CheckpointError as CheckpointError
@@ -41,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Engine",
+    "HierarchicalAllReduceState",
     "Machine",
     "PeerFailedError",
     "SMPConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "checkpoint_sequential",
+    "hierarchical_allreduce_hook",
     "partition",
     "plan_partition",
     "resume_from_checkpoint",
@@ -68,6 +72,7 @@ _HOME = {
     "CheckpointError": "smp_strategy.errors",
     "ConfigError": "smp_strategy.errors",
     "Engine": "smp_strategy.engine.engine",
+    "HierarchicalAllReduceState": "smp_strategy.data_parallel.ddp_comm_hook",
     "Machine": "smp_strategy.model.trace.device_model",
     "PeerFailedError": "smp_strategy.errors",
     "SMPConfig": "smp_strategy.config.config",
@@ -75,6 +80,7 @@ _HOME = {
     "SMPPlugin": "smp_strategy.integrations.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
     "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
+    "hierarchical_allreduce_hook": "smp_strategy.data_parallel.ddp_comm_hook",
     "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
     "resume_from_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
