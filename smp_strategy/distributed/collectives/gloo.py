@@ -65,7 +65,7 @@ class GlooCollectives:
             self._two_hops = HierarchicalCollectives(
                 self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
             )
-            self._all_reduces_in_hops = HierarchicalAllReduces(self._two_hops, self.rank, self.size)
+            self._all_reduces_in_hops = HierarchicalAllReduces(self._messages, per_node)
 
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.gather`."""

@@ -46,14 +46,22 @@ class HierarchicalCollectives:
         per_node: Number of ranks per node.
         relay: Thread that forwards.
         least_chunk_bytes: Size of the smallest chunks of a shard.
+        most_chunks: Most chunks of a shard.
     """
 
     def __init__(
-        self, messages: Messages, per_node: int, relay: Relay, *, least_chunk_bytes: int = LEAST_CHUNK_BYTES
+        self,
+        messages: Messages,
+        per_node: int,
+        relay: Relay,
+        *,
+        least_chunk_bytes: int = LEAST_CHUNK_BYTES,
+        most_chunks: int = MOST_CHUNKS,
     ) -> None:
         self._messages = messages
         self._relay = relay
         self._least_chunk_bytes = least_chunk_bytes
+        self._most_chunks = most_chunks
         self._per_node = per_node
         self._num_nodes = messages.size // per_node
         self._node, self._place = divmod(messages.rank, per_node)
@@ -181,6 +189,6 @@ class HierarchicalCollectives:
         return node * self._per_node + place
 
     def _chunks(self, shard: Tensor) -> list[slice]:
-        count = min(max(shard.nbytes // self._least_chunk_bytes, 1), MOST_CHUNKS)
+        count = min(max(shard.nbytes // self._least_chunk_bytes, 1), self._most_chunks)
         edges = [shard.numel() * number // count for number in range(count + 1)]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

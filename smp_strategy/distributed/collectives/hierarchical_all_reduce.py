@@ -12,9 +12,10 @@ two nodes of two ranks. The buffer is cut into as many equal parts as there are 
 All ranks send the same number of bytes in each hop, so the link of a node is shared equally among its ranks. The hops
 are those of :mod:`smp_strategy.distributed.collectives.hierarchical`.
 
-**Several at a time.** Hop 2 of one all-reduce must not wait until hop 3 of the one before is over: the link would be
-idle. So each hop after the first has a relay thread of its own, which does that hop of all all-reduces in their order.
-A hop waits only for earlier hops and for the same hop of earlier all-reduces, hence some hop can always be done.
+**Several at a time.** A buffer is not cut into chunks, because the hops of several buffers overlap. Hop 2 of one
+all-reduce must not wait until hop 3 of the one before is over: the link would be idle. So each hop after the first has
+a relay thread of its own, which does that hop of all all-reduces in their order. A hop waits only for earlier hops and
+for the same hop of earlier all-reduces, hence some hop can always be done.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.hierarchical import HierarchicalCollectives
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 
@@ -35,15 +37,14 @@ class HierarchicalAllReduces:
     """All-reduces of a group that spans nodes.
 
     Args:
-        hops: Hops of the group.
-        rank: Rank of this process in the group.
-        size: Size of the group.
+        messages: Messages between the ranks, which are numbered node by node.
+        per_node: Number of ranks per node.
     """
 
-    def __init__(self, hops: HierarchicalCollectives, rank: int, size: int) -> None:
-        self._hops = hops
-        self._rank, self._size = rank, size
+    def __init__(self, messages: Messages, per_node: int) -> None:
+        self._rank, self._size = messages.rank, messages.size
         self._sums_of_node, self._sums, self._forwarded = Relay(), Relay(), Relay()
+        self._hops = HierarchicalCollectives(messages, per_node, self._forwarded, most_chunks=1)
 
     def start(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Handle[object]:
         """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
