@@ -126,6 +126,34 @@ def test_gradients_may_travel_in_a_narrower_dtype():
         torch.testing.assert_close(narrow[0][0][name], value, rtol=0.05, atol=0.02)
 
 
+def train_in_shards(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Shard groups of two, two of them on each node: four ranks with the same shards."""
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    model, optimizer = made()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=1, sharded_data_parallel_degree=2, **options))
+    engine.attach(model, [optimizer])
+    for step in range(STEPS):
+        data = batch(step * 8 + engine.mesh.dp_rank)[0], True
+        result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=True)
+        model.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        engine.begin_update(optimizer)
+        optimizer.step()
+        engine.end_update(optimizer)
+    found = engine.saved.full_state_dict()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("deals_out", [False, True])
+def test_shards_are_summed_over_replicas_in_hops_too(deals_out):
+    flat = run_ranks(train_in_shards, 8, {"ddp_reduction": "flat", "shard_optimizer_state": deals_out}, timeout=100)[0]
+    found = run_ranks(train_in_shards, 8, {"shard_optimizer_state": deals_out}, timeout=100)[0]
+    assert differing(found, flat), "another order of additions"
+    for name, value in flat.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def filled(sizes: list[int]) -> tuple[list[int], list[float]]:
     """Elements of each all-reduce, and how far the sums are off."""
     collectives = GlooCollectives(dist.group.WORLD, 2, least_chunk_bytes=64)
