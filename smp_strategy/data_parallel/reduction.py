@@ -217,7 +217,10 @@ def across_nodes(mesh: ProcessMesh, device: torch.device, wanted: DDPReduction) 
         device: Device of the gradients.
         wanted: Option ``ddp_reduction``.
     """
-    if wanted == "flat" or mesh.shard_group is not None or not is_gloo(mesh.sum_group, device):
+    if wanted == "flat" or mesh.shard_group is not None:
         return None
     per_node = mesh.shape.ranks_per_node(mesh.rank, "dp_replicate", "dp_shard")
-    return None if per_node is None else collectives_of(mesh.sum_group, device, per_node)
+    # Asked last: a group that is not needed would be made.
+    if per_node is None or not is_gloo(mesh.sum_group, device):
+        return None
+    return collectives_of(mesh.sum_group, device, per_node)
