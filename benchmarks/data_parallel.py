@@ -1,6 +1,7 @@
 """Data-parallel steps, beside those of torch's DistributedDataParallel and ZeroRedundancyOptimizer, in one run::
 
     python benchmarks/data_parallel.py            # 1, 2 and 4 ranks, some minutes on two cores
+    python benchmarks/data_parallel.py --nodes    # 2 and 4 ranks on one node, then two nodes with a slow link; root
     python benchmarks/data_parallel.py --quick    # 1 and 2 ranks, two rounds: does it run?
 
 A step is forward, backward and AdamW of a GPT, from the moment in which all ranks begin to the moment in which the last
@@ -15,14 +16,19 @@ timed, the weights of both are compared.
 
 The last line is JSON: ``world1_overhead`` (ours over the plain loop, less one), ``dp_vs_ddp`` and ``state_vs_zero``
 (ours over theirs, the worst number of ranks), ``state_share`` (bytes of state on the fullest rank over all of them,
-times the number of ranks: one is perfect), and the same of ZeroRedundancyOptimizer.
+times the number of ranks: one is perfect), and the same of ZeroRedundancyOptimizer. With ``--nodes`` replicas without
+sharded state are compared only: ``one_node_vs_ddp``, and what ``data_parallel_nodes.py`` finds in ``netlab.sh`` at 200
+Mbit/s, ``hierarchical_vs_ddp_200mbit``, ``hook_vs_ddp_200mbit``, ``slow_link_bytes_over_bound``,
+``ddp_bytes_over_bound``.
 """
 
 import copy
 import json
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -154,14 +160,27 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
+def between_nodes(rate: str, *, is_quick: bool) -> dict[str, float]:
+    """The last line of ``data_parallel_nodes.py`` at ``rate``."""
+    folder = Path(__file__).parent
+    command = [folder / "netlab.sh", "--rate", rate, sys.executable, folder / "data_parallel_nodes.py"]
+    output = subprocess.run(
+        [*command, "--quick"] if is_quick else command, stdout=subprocess.PIPE, text=True, check=True, timeout=1200
+    ).stdout
+    print(output, end="", flush=True)
+    found = json.loads(output.splitlines()[-1])
+    return {f"{name}_{rate}" if name.endswith("_vs_ddp") else name: value for name, value in found.items()}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run it for every number of ranks."""
     size = QUICK if "--quick" in arguments else USUAL
+    has_nodes = "--nodes" in arguments
     torch.set_num_threads(1)
     print(f"{'':28} {'ours ms':>8} {'theirs':>8} {'ratio':>7} {'state':>7} {'theirs':>7}")
     rows = []
-    for ranks in size.ranks:
-        for shards in (False, True) if ranks > 1 else (False,):
+    for ranks in [ranks for ranks in size.ranks if ranks > 1] if has_nodes else size.ranks:
+        for shards in (False, True) if ranks > 1 and not has_nodes else (False,):
             row = run_ranks(measure, ranks, size, shards, timeout=600)[0]
             name = f"{ranks} ranks{', state dealt out' if shards else ''}"
             print(
@@ -170,6 +189,10 @@ def main(arguments: Sequence[str]) -> None:
                 flush=True,
             )
             rows.append(row)
+    if has_nodes:
+        one_node = {"one_node_vs_ddp": round(max(row.ratio for row in rows), 4)}
+        print(json.dumps(one_node | between_nodes("200mbit", is_quick="--quick" in arguments)))
+        return
     print(json.dumps(figures(rows)))
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from smp_strategy.activations.annotations import set_activation_checkpointing as set_activation_checkpointing
     from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential as checkpoint_sequential
     from smp_strategy.config.config import SMPConfig as SMPConfig
+    from smp_strategy.data_parallel.ddp_comm_hook import HierarchicalAllReduceState as HierarchicalAllReduceState
+    from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook as hierarchical_allreduce_hook
     from smp_strategy.engine.engine import Engine as Engine
     from smp_strategy.engine.offline_planning import plan_partition as plan_partition
     from smp_strategy.errors import CheckpointError as CheckpointError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
+    from smp_strategy.integrations.sagemaker import smddp as smddp
     from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
     from smp_strategy.integrations.sagemaker.checkpoint_calls import save_checkpoint as save_checkpoint
     from smp_strategy.model.annotations import partition as partition
@@ -41,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Engine",
+    "HierarchicalAllReduceState",
     "Machine",
     "PeerFailedError",
     "SMPConfig",
@@ -50,6 +54,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "checkpoint_sequential",
+    "hierarchical_allreduce_hook",
     "partition",
     "plan_partition",
     "resume_from_checkpoint",
@@ -57,6 +62,7 @@ __all__ = [
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
+    "smddp",
     "tensor_parallelism",
     "tp_register",
     "tp_register_with_module",
@@ -68,6 +74,7 @@ _HOME = {
     "CheckpointError": "smp_strategy.errors",
     "ConfigError": "smp_strategy.errors",
     "Engine": "smp_strategy.engine.engine",
+    "HierarchicalAllReduceState": "smp_strategy.data_parallel.ddp_comm_hook",
     "Machine": "smp_strategy.model.trace.device_model",
     "PeerFailedError": "smp_strategy.errors",
     "SMPConfig": "smp_strategy.config.config",
@@ -75,6 +82,7 @@ _HOME = {
     "SMPPlugin": "smp_strategy.integrations.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
     "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
+    "hierarchical_allreduce_hook": "smp_strategy.data_parallel.ddp_comm_hook",
     "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
     "resume_from_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
@@ -94,6 +102,8 @@ autoload.autoload()
 def __getattr__(name: str) -> Any:
     if name == "SMPStrategy":
         return import_module("smp_strategy.integrations.lightning").make_strategy(_lightning_in_use())
+    if name == "smddp":
+        return import_module("smp_strategy.integrations.sagemaker.smddp")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'smp_strategy' has no attribute {name!r}")

@@ -16,6 +16,7 @@ from smp_strategy.config.sizes import parse_bytes
 
 __all__ = [
     "ActivationOptions",
+    "DDPReduction",
     "Gather",
     "PartitionOptions",
     "PipelineOptions",
@@ -35,6 +36,7 @@ TraceDevice = Literal["cpu", "gpu"]
 RestoreModule = Literal["all", "rank_zero", "none"]
 Gather = Literal["auto", "step", "use"]
 StageTransport = Literal["auto", "shared_memory", "gloo"]
+DDPReduction = Literal["auto", "hierarchical", "flat"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
@@ -248,6 +250,12 @@ class ShardingOptions:
     broadcast_buffers: bool = True
     """When gradients are averaged, broadcast the buffers that steps have changed (running statistics) from the first
     replica; DistributedDataParallel does that before a forward. ``False``: each replica keeps its own."""
+    ddp_reduction: DDPReduction = "auto"
+    """Sums of gradients over replicas. ``hierarchical``: gradients fill fusion buffers of 4 MB, which are reduced in
+    each node, then between nodes, so that each byte crosses the slow link once per node. ``flat``: the backend's
+    all-reduce. ``auto``: ``hierarchical`` if the replicas of a stage span several nodes with several ranks each, else
+    ``flat``. A given ``hierarchical`` refuses nodes with different numbers of replicas, and is ``flat`` where there is
+    no hierarchy. For gloo only: other backends know their links."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Bucket size of the reduce-scatter over a shard group, in elements. A unit is reduced as a whole after its
     backward; a larger one is reduced in slices, one after the other, which need less temporary memory. For gloo;
@@ -279,14 +287,26 @@ class ShardingOptions:
     def _problems(self) -> list[str]:
         found = at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
         found += one_of(self, "sdp_gather", typing.get_args(Gather))
+        found += one_of(self, "ddp_reduction", typing.get_args(DDPReduction))
         if self.sdp_param_persistence_threshold < 0:
             found.append(
                 f"`sdp_param_persistence_threshold` must be at least 0, but is {self.sdp_param_persistence_threshold}."
+            )
+        if self.ddp_reduction == "hierarchical" and self.deals_out_parameters:
+            found.append(
+                "`ddp_reduction=hierarchical` contradicts `shard_optimizer_state=True`: each gradient is summed on the "
+                "one rank that updates its parameter, not on all. Leave one of them out, or set "
+                "`sharded_data_parallel_degree` as well."
             )
         norm = self.sdp_gradient_clipping
         if norm is not None and not norm > 0:
             found.append(f"`sdp_gradient_clipping` must be above 0, or None for no clipping, but is {norm}.")
         return found + self._without_effect()
+
+    @property
+    def deals_out_parameters(self) -> bool:
+        """Whether each replica updates some parameters, as a whole (ZeRO-1)."""
+        return self.shard_optimizer_state and self.sharded_data_parallel_degree == 1
 
     def gathers_once(self, num_stages: int) -> bool:
         """Whether all units of a stage are gathered once per step instead of for each use."""

@@ -37,7 +37,7 @@ _SAME: Final = frozenset(
 )
 # Options of version 1 that have no effect here, with the reason.
 _NOTED: Final = {
-    "ddp": "replicas are averaged whenever there are several",
+    "ddp": "replicas are averaged whenever there are several (`ddp_reduction` chooses how)",
     "ddp_port": "the launcher chooses the port (MASTER_PORT)",
     "ddp_dist_backend": "the backend follows the device",
     "deterministic_server": "ranks always work in the same order",
@@ -121,12 +121,15 @@ def _parameters(given: Any, notes: list[str]) -> dict[str, Any]:
             "SageMaker's configuration must be a dict (`distribution` of an estimator, or its `parameters`) or the "
             f"path of a JSON file, but is {given!r}."
         )
-    if "smdistributed" not in given and "modelparallel" not in given:
+    if not {"smdistributed", "modelparallel", "dataparallel"} & given.keys():
         return dict(given)
     inner = given.get("smdistributed", given)
     model = dict(inner.get("modelparallel") or {})
-    if model.get("enabled") and (inner.get("dataparallel") or {}).get("enabled"):
+    data = dict(inner.get("dataparallel") or {})
+    if model.get("enabled") and data.get("enabled"):
         raise ConfigError("`modelparallel` and `dataparallel` are both enabled, which exclude each other. Choose one.")
+    if data.get("enabled"):
+        return _of_data_parallel(data, notes)
     if not model.get("enabled", False):
         raise ConfigError('`modelparallel` is not enabled: set `"enabled": True` beside its `parameters`.')
     launcher = dict(given.get("mpi") or given.get("torch_distributed") or {})
@@ -137,6 +140,20 @@ def _parameters(given: Any, notes: list[str]) -> dict[str, Any]:
             f"(`torchrun --nproc-per-node={number}`)."
         )
     return _parameters(model.get("parameters"), notes)
+
+
+def _of_data_parallel(data: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Parameters of SageMaker's data parallel library, which has none: ``enabled`` and options of its launcher."""
+    unknown = sorted(data.keys() - {"enabled", "custom_mpi_options"})
+    if unknown:
+        raise ConfigError(
+            f"`dataparallel` has {', '.join(f'`{name}`' for name in unknown)}, but SageMaker's data parallel library "
+            "knows `enabled` and `custom_mpi_options` only. Leave the rest out."
+        )
+    if "custom_mpi_options" in data:
+        notes.append("`custom_mpi_options` has no effect: the launcher starts the processes.")
+    # Replicas only, with `ddp_reduction=auto`: hierarchical between nodes, where its library refuses a single one.
+    return {"ddp": True}
 
 
 def _read(path: Path) -> Any:

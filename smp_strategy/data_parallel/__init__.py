@@ -5,6 +5,7 @@ Reading order:
 * ``reduction``: when gradients are summed over stages and replicas; the entry point.
 * ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, overlapped with backward; the same after backward.
 * ``sparse_sums``: sums of sparse gradients.
+* ``ddp_comm_hook``: the hierarchical sums, as a hook of PyTorch's DistributedDataParallel.
 * ``buffer_sync``: all replicas take over the buffers of the first.
 * ``zero1``, ``parameter_broadcast``: one owner per parameter; updated values that arrive during the next forward.
 * ``flat_layout``, ``flat_layout_views``: elements of each parameter on each rank (pure); views and runs of them.

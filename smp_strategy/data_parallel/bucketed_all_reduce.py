@@ -12,9 +12,12 @@ stays ``None``, as in a single process.
 
 Every rank sends all buckets, always in the same order, before its step ends. So the ranks' collectives match, whatever
 happens afterwards.
+
+A bucket is an all-reduce of the backend. Between nodes it is copied into fusion buffers instead, which are all-reduced
+hierarchically (:mod:`smp_strategy.distributed.collectives.fusion_buffers`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
@@ -45,6 +49,7 @@ class BucketedAllReduce:
         factor: Factor of the sums; one over the number of ranks for averages.
         quiet: Parameters to which the last backward pass probably adds nothing.
         dtype: Dtype in which gradients are sent; ``None``: that in which they are summed on each rank.
+        fusion: Fusion buffers for buckets of which all ranks get all sums; ``None``: the backend all-reduces these.
 
     Attributes:
         quiet: Parameters to which the last backward pass has added nothing.
@@ -58,8 +63,10 @@ class BucketedAllReduce:
         factor: float = 1.0,
         quiet: Collection[nn.Parameter] = (),
         dtype: torch.dtype | None = None,
+        fusion: FusionBuffers | None = None,
     ) -> None:
         self._dtype = dtype
+        self._fusion = fusion
         self._buckets = buckets
         self._group = group
         self._factor = factor
@@ -100,8 +107,7 @@ class BucketedAllReduce:
             notes: Numbers of which all ranks get the maximum, equally many on each.
         """
         self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
-        for bucket in self._buckets[len(self._sent) :]:
-            self._send(bucket)
+        self._send_all(self._buckets[len(self._sent) :])
         if notes:
             self._said = torch.cat([self._said, torch.tensor(notes, dtype=torch.int32, device="cpu")])
         self._asked = collectives.all_reduce(self._said, dist.ReduceOp.MAX, group=self._group, doing=_SUMS)
@@ -121,8 +127,7 @@ class BucketedAllReduce:
         if was_early:
             wait_for(self._sent)
             self._sent.clear()
-            for bucket in self._buckets:
-                self._send(bucket)
+            self._send_all(self._buckets)
         found: dict[nn.Parameter, Tensor] = {}
         for bucket, sent in zip(self._buckets, self._sent, strict=True):
             found.update(self._received(bucket, sent))
@@ -145,9 +150,21 @@ class BucketedAllReduce:
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send(self._buckets[len(self._sent)])
 
+    def _send_all(self, buckets: Iterable[Bucket]) -> None:
+        """Send all buckets that are still to be sent."""
+        for bucket in buckets:
+            self._send(bucket)
+        if self._fusion is not None:
+            self._fusion.flush()
+
     def _send(self, bucket: Bucket) -> None:
         group, num_ranks = self._group, dist.get_world_size(self._group)
-        sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
+        pieces = [piece for share in bucket for piece in self._pieces(share)]
+        if len(bucket) == 1 and self._fusion is not None:
+            dtype = self._dtype or pieces[0].dtype
+            self._sent.append(self._fusion.add(pieces, dtype=dtype).then(lambda sums: sums[None]))
+            return
+        sent = torch.cat(pieces).to(dtype=self._dtype)
         if len(bucket) == 1:
             self._sent.append(collectives.all_reduce(sent, group=group, doing=_SUMS).then(lambda _: sent[None]))
             return

@@ -11,18 +11,21 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
+from smp_strategy.config.options import DDPReduction
+from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
 from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
-from smp_strategy.data_parallel.gradient_sums import sum_gradients
+from smp_strategy.data_parallel.gradient_sums import fused, sum_gradients
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.sparse_sums import may_be_sparse
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
+from smp_strategy.distributed.collectives.interface import Collectives, collectives_of, is_gloo
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.ownership import Ownership
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "across_nodes"]
 
 
 @final
@@ -37,6 +40,7 @@ class Reduction:
         parts: Parameters that a tensor-parallel group splits.
         dtype: Dtype in which gradients are sent between replicas; ``None``: that in which they are summed.
         keeps_buffers: Whether each replica keeps its own buffers.
+        across_nodes: Collectives of ``mesh.sum_group`` that are hierarchical; ``None``: its backend all-reduces.
 
     Attributes:
         buffers: Synchronisation of the replicas' buffers, which happens together with that of gradients.
@@ -52,8 +56,10 @@ class Reduction:
         dtype: torch.dtype | None = None,
         *,
         keeps_buffers: bool = False,
+        across_nodes: Collectives | None = None,
     ) -> None:
         self._dtype = dtype
+        self._across_nodes = across_nodes
         replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
         self.buffers = BufferSync(ownership.local_modules(mesh.stage), replicas)
         self._ownership = ownership
@@ -94,9 +100,13 @@ class Reduction:
         parameters = [parameter for parameter in self._early if parameter.requires_grad]
         if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
-        buckets = self._sharding.buckets(parameters)
         return BucketedAllReduce(
-            buckets, self._mesh.sum_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype
+            self._buckets(parameters),
+            self._mesh.sum_group,
+            factor=1 / self._mesh.dp,
+            quiet=self._quiet,
+            dtype=self._dtype,
+            fusion=self._fusion(),
         )
 
     def finish(self, sums: BucketedAllReduce) -> tuple[dict[nn.Parameter, Tensor], Notes]:
@@ -145,8 +155,14 @@ class Reduction:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = self._in_order(wanted)
         if self._mesh.dp > 1:
-            group, dealt_out = self._mesh.sum_group, self._sharding.buckets
-            sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
+            sum_gradients(
+                mine,
+                self._mesh.sum_group,
+                factor=1 / self._mesh.dp,
+                dealt_out=self._buckets,
+                dtype=self._dtype,
+                fusion=self._fusion(),
+            )
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
 
@@ -165,6 +181,19 @@ class Reduction:
         pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
         return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
 
+    def close(self) -> None:
+        """End the background threads."""
+        if self._across_nodes is not None:
+            self._across_nodes.close()
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        if self._across_nodes is None or self._sharding.drops_gradients:
+            return self._sharding.buckets(parameters)
+        return fused(parameters)
+
+    def _fusion(self) -> FusionBuffers | None:
+        return None if self._across_nodes is None else FusionBuffers(self._across_nodes)
+
     def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Parameters in ``wanted`` that this rank holds by itself."""
         return self._local if wanted == self._all_local else [each for each in self._local if each in wanted]
@@ -175,3 +204,23 @@ class Reduction:
 
     def _counts_here(self, parameter: nn.Parameter) -> bool:
         return self._is_first(parameter) and self._sharding.is_mine(parameter)
+
+
+def across_nodes(mesh: ProcessMesh, device: torch.device, wanted: DDPReduction) -> Collectives | None:
+    """Hierarchical collectives of the replicas for their sums of gradients, or ``None`` if the backend makes these.
+
+    There is no hierarchy if the replicas of a stage are on one node, or each on a node of its own. Shard groups sum
+    their gradients themselves. Backends other than gloo know their links.
+
+    Args:
+        mesh: Places of the replicas.
+        device: Device of the gradients.
+        wanted: Option ``ddp_reduction``.
+    """
+    if wanted == "flat" or mesh.shard_group is not None:
+        return None
+    per_node = mesh.shape.ranks_per_node(mesh.rank, "dp_replicate", "dp_shard")
+    # Asked last: a group that is not needed would be made.
+    if per_node is None or not is_gloo(mesh.sum_group, device):
+        return None
+    return collectives_of(mesh.sum_group, device, per_node)

@@ -220,6 +220,26 @@ class MeshShape:
         inner = next(ranks for ranks in nodes if rank in ranks)
         return inner, [ranks[inner.index(rank)] for ranks in nodes]
 
+    def ranks_per_node(self, rank: int, *axes: str) -> int | None:
+        """Number of ranks on each node of the group along ``axes`` through ``rank``.
+
+        Returns:
+            ``None`` if there is no hierarchy: the group is on one node, has one rank on each node, or has different
+            numbers of ranks on them.
+        """
+        sizes = self._sizes_on_nodes(self.group(rank, *axes))
+        return sizes[0] if len(sizes) > 1 and len(set(sizes)) == 1 and sizes[0] > 1 else None
+
+    @property
+    def has_uneven_replicas(self) -> bool:
+        """Whether the ranks that sum their gradients are not equally many on each node that they touch."""
+        axes = ("dp_replicate",) if self.dp_shard > 1 else ("dp_replicate", "dp_shard")
+        return any(len(set(self._sizes_on_nodes(group))) > 1 for group in self.groups(*axes))
+
+    def _sizes_on_nodes(self, group: Sequence[int]) -> list[int]:
+        # Ranks along data axes ascend, so those of a node stand together.
+        return [len(list(ranks)) for _, ranks in itertools.groupby(group, self.node_of)]
+
     def draw(self) -> str:
         """Table of global ranks: one row per replica, one column per stage.
 

@@ -89,18 +89,26 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
 
 
 def shape_with(config: SMPConfig, degree: int) -> MeshShape:
-    """Degrees of all axes with ``degree`` stages, for the ranks of this run. Collective if parameters are sharded.
+    """Degrees of all axes with ``degree`` stages, for the ranks of this run. Collective.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks, or other options do not fit the degrees.
     """
     config.check(degree)
     dp_shard = config.sharded_data_parallel_degree
-    return MeshShape.of_world(
+    is_hierarchical = config.ddp_reduction == "hierarchical"
+    needed_by = "ddp_reduction=hierarchical" if is_hierarchical else None
+    shape = MeshShape.of_world(
         dist.get_world_size(),
         pp=degree,
         dp_shard=dp_shard,
         tp=config.tensor_parallel_degree,
         placement=config.placement_strategy,
-        node_size=find_node_size(dp_shard),
+        node_size=find_node_size(f"sharded_data_parallel_degree={dp_shard}" if dp_shard > 1 else needed_by),
     )
+    if is_hierarchical and shape.has_uneven_replicas:
+        raise ConfigError(
+            f"`ddp_reduction=hierarchical` needs as many replicas of a stage on each node as on every other, but they "
+            f"are uneven. Choose other degrees, or leave the option out.\n{shape.draw()}"
+        )
+    return shape

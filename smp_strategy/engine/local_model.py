@@ -28,7 +28,7 @@ from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, 
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
-from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.data_parallel.reduction import Reduction, across_nodes
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
@@ -136,6 +136,7 @@ class LocalModel:
             self._parts,
             reduce_dtype(config),
             keeps_buffers=not config.broadcast_buffers,
+            across_nodes=across_nodes(mesh, delayed.device, config.ddp_reduction),
         )
         self._made_of = list(module.parameters())
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
@@ -385,6 +386,7 @@ class LocalModel:
         """End background work."""
         if self.sharded is not None:
             self.sharded.close()
+        self.reduction.close()
 
 
 def _trained_by(optimizer: Optimizer) -> list[int]:
@@ -438,10 +440,12 @@ def _sharded(
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
     has_replicas = mesh.dp > mesh.shape.dp_shard
+    is_flat = config.ddp_reduction == "flat"
+    per_node = None if is_flat else mesh.shape.ranks_per_node(mesh.rank, "dp_replicate")
     units = ShardedModule(
         parameters,
         shards,
-        collectives_of(mesh.replicate_group, device) if has_replicas else None,
+        collectives_of(mesh.replicate_group, device, per_node) if has_replicas else None,
         device,
         across=across,
         timing=GatherPolicy(

@@ -1,11 +1,13 @@
 """The laboratory of two nodes, where this machine lets namespaces be made."""
 
+import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 NETLAB = Path(__file__).parents[2] / "benchmarks" / "netlab.sh"
 SAYS_WHO = 'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, threads $OMP_NUM_THREADS"'
@@ -63,6 +65,18 @@ def test_it_ends_with_the_worst_exit_code_and_leaves_nothing_behind():
     assert done.returncode == 3
     assert "rank 3 ended with 3\nbad luck" in done.stderr
     assert nodes() == before
+
+
+@needs_namespaces
+def test_replicas_are_compared_on_one_node_and_on_two(tmp_path):
+    told = run_script(tmp_path, NETLAB.parent / "data_parallel.py", "--nodes", "--quick")
+    found = json.loads(told.splitlines()[-1])
+    assert found.keys() == {
+        *("one_node_vs_ddp", "hierarchical_vs_ddp_200mbit", "hook_vs_ddp_200mbit"),
+        *("slow_link_bytes_over_bound", "ddp_bytes_over_bound"),
+    }
+    # Not a time: the bytes are those of the algorithm, and some headers.
+    assert found["slow_link_bytes_over_bound"] < 1.1 < found["ddp_bytes_over_bound"]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,50 @@ def test_an_all_reduce_adds_in_the_order_of_the_ranks_on_all_of_them(ranks):
     assert run_ranks(all_reduced_wrongly, ranks) == [[]] * ranks
 
 
+def all_reduced_by_node_wrongly() -> list[str]:
+    """Several at a time, waited for in the opposite order."""
+    collectives, wrong = two_nodes(), []
+    for dtype in DTYPES:
+        cases = []
+        for number, numel in enumerate([0, 1, 2, 5, 64, 280, 999, 4096]):
+            found = values(collectives.rank, numel, dtype, seed=number)
+            expected = by_node(None, [values(rank, numel, dtype, seed=number) for rank in range(collectives.size)])
+            cases.append((numel, found, expected, collectives.all_reduce(found)))
+        for numel, found, expected, work in reversed(cases):
+            work.wait()
+            if bits(found) != bits(expected):
+                wrong.append(f"{dtype} {numel}")
+    collectives.close()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_an_all_reduce_over_two_nodes_adds_up_node_by_node_on_all_ranks(ranks):
+    assert run_ranks(all_reduced_by_node_wrongly, ranks, timeout=60) == [[]] * ranks
+
+
+def waits_for_a_summand() -> list[float]:
+    collectives = two_nodes()
+    summands = [torch.zeros(64) for _ in range(3)]
+
+    def fill(summand: Tensor) -> None:
+        summand.fill_(1.0 + collectives.rank)
+
+    # The relay thread does this wait.
+    work = [
+        collectives.all_reduce(summand, [Handle(lambda summand=summand: fill(summand))])  # type: ignore[misc]
+        for summand in summands
+    ]
+    for each in work:
+        each.wait()
+    collectives.close()
+    return [summand.sum().item() for summand in summands]
+
+
+def test_an_all_reduce_over_two_nodes_begins_when_its_summand_is_ready():
+    assert run_ranks(waits_for_a_summand, 4, timeout=60) == [[640.0] * 3] * 4
+
+
 def many_at_once(make: Callable[[], Collectives]) -> bool:
     collectives = make()
     steps = range(6)
@@ -224,6 +268,24 @@ def without_the_others(make: Callable[[], Collectives]) -> str:
     return "nothing happened"
 
 
+def all_reduces_without_the_others() -> str:
+    collectives = two_nodes()
+    failure._PATIENCE_SECONDS = 0.1
+    if collectives.rank == 0:
+        return ""
+    try:
+        collectives.all_reduce(torch.zeros(280)).wait()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def test_a_rank_that_stops_is_named_to_those_who_wait_for_its_summands():
+    _, *others = run_ranks(all_reduces_without_the_others, 4, timeout=60)
+    assert "rank 0, the connection failed" in "".join(others)
+    assert all(error.startswith("PeerFailedError") for error in others)
+
+
 @pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (two_nodes, 4)])
 def test_a_rank_that_stops_is_named_to_those_who_wait_for_it(make, ranks):
     _, *others = run_ranks(without_the_others, ranks, make)
@@ -231,8 +293,8 @@ def test_a_rank_that_stops_is_named_to_those_who_wait_for_it(make, ranks):
     assert all(error.startswith("PeerFailedError") for error in others)
 
 
-def bytes_to_the_other_node(numel: int) -> tuple[int, int]:
-    """That this rank sends for a gather and for a reduction."""
+def bytes_to_the_other_node(numel: int) -> tuple[int, int, int]:
+    """That this rank sends for a gather, for a reduction and for an all-reduce."""
     collectives = two_nodes()
     messages = collectives._messages
     sent: list[tuple[int, int]] = []
@@ -243,13 +305,17 @@ def bytes_to_the_other_node(numel: int) -> tuple[int, int]:
     sent.clear()
     collectives.reduce(torch.zeros(numel * 4), torch.zeros(numel), is_first=True).wait()
     reduce = sum(size for peer, size in sent if peer // 2 != collectives.rank // 2)
+    sent.clear()
+    collectives.all_reduce(torch.zeros(numel * 4)).wait()
+    all_reduce = sum(size for peer, size in sent if peer // 2 != collectives.rank // 2)
     collectives.close()
-    return gather, reduce
+    return gather, reduce, all_reduce
 
 
 def test_each_byte_crosses_the_link_between_nodes_once_per_node():
-    # A node has half of the 16000 bytes of the buffer: the other one needs no more and no less.
-    assert run_ranks(bytes_to_the_other_node, 4, 1000) == [(4000, 4000)] * 4
+    # A node has half of the 16000 bytes of the buffer: the other one needs no more and no less. An all-reduce is both,
+    # and all ranks send the same.
+    assert run_ranks(bytes_to_the_other_node, 4, 1000) == [(4000, 4000, 8000)] * 4
 
 
 def most_arriving_at_once(make: Callable[[], Collectives], numel: int) -> int:

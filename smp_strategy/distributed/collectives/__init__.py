@@ -7,7 +7,9 @@ Reading order:
 * ``direct``: gather and reduce in one hop, adding in the order of the ranks.
 * ``relay``: the background thread that forwards what has arrived.
 * ``hierarchical``: gather and reduce in two hops, between nodes and inside them.
+* ``hierarchical_all_reduce``: all-reduces in these hops, each hop in a thread of its own.
 * ``all_reduce``: several all-reduces at a time, step by step in the relay thread.
-* ``gloo``: the implementation over messages, out of the four above.
+* ``gloo``: the implementation over messages, out of the five above.
+* ``fusion_buffers``: tensors of any size as all-reduces of one size.
 * ``host_staged``: the same for buffers of an accelerator that ranks share.
 """

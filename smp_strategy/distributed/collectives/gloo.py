@@ -6,7 +6,8 @@ done here, in a defined order.
 
 **Order of additions.** The previous value comes first, then the ranks in their order: with 4 ranks
 ``(((old + g0) + g1) + g2) + g3``. If a group spans nodes, the sums of the nodes in the order of the nodes:
-``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
+``(old + (g0 + g1)) + (g2 + g3)``. An all-reduce has no previous value. The order is the same in every run, for every
+dtype and every number of chunks.
 
 **Memory.** Summands arrive beside the buffer that they are added to: about as many elements as it has. If that is too
 much, a buffer is reduced in slices, one after the other, in the background.
@@ -22,6 +23,7 @@ from torch import Tensor
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.all_reduce import AllReduces
 from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
+from smp_strategy.distributed.collectives.hierarchical_all_reduce import HierarchicalAllReduces
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.deadlock import BegunCollective
@@ -37,7 +39,7 @@ class GlooCollectives:
     Args:
         group: Ranks, node by node.
         per_node: Number of ranks on each node; ``None``: all are on one.
-        gathers_in_hops: Whether gathers, like reductions, go between nodes and then inside them.
+        gathers_in_hops: Whether gathers, like reductions and all-reduces, go between nodes and then inside them.
         most_reduced: Buffers with more elements are reduced in slices; ``None``: none are.
         least_chunk_bytes: Smallest chunks into which a shard is cut for two hops.
     """
@@ -57,12 +59,13 @@ class GlooCollectives:
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
         self._all_reduces = AllReduces(self._messages, self._relay)
-        self._two_hops = None
+        self._two_hops, self._all_reduces_in_hops = None, None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
             self._two_hops = HierarchicalCollectives(
                 self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
             )
+            self._all_reduces_in_hops = HierarchicalAllReduces(self._messages, per_node)
 
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.gather`."""
@@ -109,11 +112,14 @@ class GlooCollectives:
     def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.all_reduce`."""
         meeting = self._messages.meeting("sums of gradients")
-        return meeting.work(self._all_reduces.start(tensor, after).wait)
+        all_reduces = self._all_reduces_in_hops or self._all_reduces
+        return meeting.work(all_reduces.start(tensor, after).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
+        if self._all_reduces_in_hops is not None:
+            self._all_reduces_in_hops.close()
 
     def _start(
         self, start: Callable[[], Handle[object]], after: Sequence[Handle[object]], meeting: BegunCollective

@@ -33,6 +33,9 @@ __all__ = ["HierarchicalCollectives"]
 MOST_CHUNKS = 4
 LEAST_CHUNK_BYTES = 2**18
 
+Tags = Callable[[int, int], int]
+"""Tag of a message, by the node and the chunk that it is about."""
+
 
 @final
 class HierarchicalCollectives:
@@ -43,22 +46,42 @@ class HierarchicalCollectives:
         per_node: Number of ranks per node.
         relay: Thread that forwards.
         least_chunk_bytes: Size of the smallest chunks of a shard.
+        most_chunks: Most chunks of a shard.
     """
 
     def __init__(
-        self, messages: Messages, per_node: int, relay: Relay, *, least_chunk_bytes: int = LEAST_CHUNK_BYTES
+        self,
+        messages: Messages,
+        per_node: int,
+        relay: Relay,
+        *,
+        least_chunk_bytes: int = LEAST_CHUNK_BYTES,
+        most_chunks: int = MOST_CHUNKS,
     ) -> None:
         self._messages = messages
         self._relay = relay
         self._least_chunk_bytes = least_chunk_bytes
+        self._most_chunks = most_chunks
         self._per_node = per_node
         self._num_nodes = messages.size // per_node
         self._node, self._place = divmod(messages.rank, per_node)
 
     def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Handle[object]:
         """All-gather: fill the ``parts`` of all other ranks."""
+        pass_on, finish = self.begin_gather(parts, mine, self.new_tags_for(mine))
+        return self._relay.submit(pass_on).then(lambda _: finish())
+
+    def begin_gather(
+        self, parts: Sequence[Tensor], mine: Tensor, tag: Tags
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin to gather; returns a function for a background thread, and one for the wait, to be called after that.
+
+        Args:
+            parts: Parts of all ranks; those of the others are filled.
+            mine: Part of this rank.
+            tag: Tags from :meth:`new_tags_for`.
+        """
         messages, chunks = self._messages, self._chunks(mine)
-        tag = self._new_tags_for(mine)
         from_twins: list[tuple[int, int, Handle[None]]] = []
         under_way: list[Handle[None]] = []
         for number, chunk in enumerate(chunks):
@@ -82,31 +105,38 @@ class HierarchicalCollectives:
                     under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
 
         # `under_way` is complete only when everything is passed on.
-        return self._relay.submit(pass_on).then(lambda _: wait_for(under_way))
+        return pass_on, lambda: wait_for(under_way)
 
     def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Handle[object]:
         """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
-        pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
+        pass_on, finish = self.begin_reduce(parts, into, self.new_tags_for(into), is_first=is_first)
         return self._relay.submit(pass_on).then(lambda _: finish())
 
     def reduce_in_turn(
         self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
     ) -> Handle[object]:
         """Reduce-scatter one run of elements after the other, to bound the memory."""
-        tags = [self._new_tags_for(into[run]) for run in runs]
+        tags = [self.new_tags_for(into[run]) for run in runs]
 
         def work() -> None:
             for run, tag in zip(runs, tags, strict=True):
-                pass_on, finish = self._begin_reduce([part[run] for part in parts], into[run], tag, is_first=is_first)
+                pass_on, finish = self.begin_reduce([part[run] for part in parts], into[run], tag, is_first=is_first)
                 pass_on()
                 finish()
 
         return self._relay.submit(work)
 
-    def _begin_reduce(
-        self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
+    def begin_reduce(
+        self, parts: Sequence[Tensor], into: Tensor, tag: Tags, *, is_first: bool
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin; returns a function for the background thread, and one for the wait, to be called after that."""
+        """Begin to reduce; returns a function for a background thread, and one for the wait, to be called after that.
+
+        Args:
+            parts: Equally many elements for each rank, in their order; overwritten.
+            into: Gets the sum of this rank's part.
+            tag: Tags from :meth:`new_tags_for`.
+            is_first: Whether the sum replaces the content of ``into`` instead of being added to it.
+        """
         messages, chunks = self._messages, self._chunks(into)
         # By place: values of this rank and its neighbours for the shards of this rank and its twins.
         like = parts[messages.rank]  # may be of a narrower dtype than the sum
@@ -141,6 +171,12 @@ class HierarchicalCollectives:
 
         return pass_on, finish
 
+    def new_tags_for(self, shard: Tensor) -> Tags:
+        """Tags of one gather or reduction of shards like ``shard``; all ranks take theirs in the same order."""
+        num_chunks = len(self._chunks(shard))
+        first = self._messages.new_tags(self._num_nodes * num_chunks)
+        return lambda node, number: first + node * num_chunks + number
+
     @property
     def _other_nodes(self) -> list[int]:
         return [(self._node + step) % self._num_nodes for step in range(1, self._num_nodes)]
@@ -153,11 +189,6 @@ class HierarchicalCollectives:
         return node * self._per_node + place
 
     def _chunks(self, shard: Tensor) -> list[slice]:
-        count = min(max(shard.nbytes // self._least_chunk_bytes, 1), MOST_CHUNKS)
+        count = min(max(shard.nbytes // self._least_chunk_bytes, 1), self._most_chunks)
         edges = [shard.numel() * number // count for number in range(count + 1)]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-
-    def _new_tags_for(self, shard: Tensor) -> Callable[[int, int], int]:
-        num_chunks = len(self._chunks(shard))
-        first = self._messages.new_tags(self._num_nodes * num_chunks)
-        return lambda node, number: first + node * num_chunks + number

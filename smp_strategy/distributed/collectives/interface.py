@@ -20,7 +20,7 @@ from smp_strategy.distributed.collectives.host_staged import HostStagedCollectiv
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.handle import Handle, wait_for
 
-__all__ = ["Collectives", "NativeCollectives", "collectives_of"]
+__all__ = ["Collectives", "NativeCollectives", "collectives_of", "is_gloo"]
 
 
 class Collectives(Protocol):
@@ -86,10 +86,15 @@ def collectives_of(
         most_reduced: Most elements of a buffer that are reduced at once. For gloo only: other backends need no memory
             of that size.
     """
-    if group._get_backend(device).name() != "gloo":
+    if not is_gloo(group, device):
         return NativeCollectives(group)
     messages = GlooCollectives(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
     return messages if is_host(device) else HostStagedCollectives(messages, device)
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` sends buffers on ``device`` by gloo, so that their collectives are made of messages."""
+    return group._get_backend(device).name() == "gloo"
 
 
 @final

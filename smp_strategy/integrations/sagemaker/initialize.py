@@ -16,7 +16,7 @@ from smp_strategy.integrations.sagemaker.run_state import RunState, begin_curren
 from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
 from smp_strategy.integrations.sagemaker.unwrapped_calls import GlobalClipping, refuse_unwrapped
 
-__all__ = ["init", "shutdown"]
+__all__ = ["choose_device", "ensure_process_group", "init", "shutdown"]
 
 
 def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
@@ -35,8 +35,8 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     if is_initialized():
         raise SMPError("`smp.init` was called before. Call `smp.shutdown()` to begin another run.")
     keep_short()
-    device = _device()
-    _ensure_group(device)
+    device = choose_device()
+    ensure_process_group(device)
     given = read_sagemaker(config, world_size=dist.get_world_size())
     launched = read_sagemaker(given_parameters(os.environ), world_size=dist.get_world_size())
     if launched.parameters:
@@ -53,7 +53,8 @@ def shutdown() -> None:
     end_current()
 
 
-def _device() -> torch.device:
+def choose_device() -> torch.device:
+    """Device of this rank, which becomes the current one."""
     set_launch_variables(os.environ)
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -64,7 +65,7 @@ def _device() -> torch.device:
     return torch.device(accelerator.type, number)
 
 
-def _ensure_group(device: torch.device) -> None:
+def ensure_process_group(device: torch.device) -> None:
     """Make the default process group if there is none. It carries tensors of the host in any case."""
     if dist.is_initialized():
         return

@@ -36,7 +36,8 @@ def test_the_distribution_of_an_estimator_is_read(caplog):
     assert (config.pipeline_parallel_degree, config.microbatches, config.optimize) == (4, 8, "speed")
     assert config.placement_strategy == "spread"
     assert "`mpi` has no effect: the launcher starts the processes (`torchrun --nproc-per-node=8`)." in caplog.messages
-    assert "`ddp` has no effect: replicas are averaged whenever there are several." in caplog.messages
+    note = "`ddp` has no effect: replicas are averaged whenever there are several (`ddp_reduction` chooses how)."
+    assert note in caplog.messages
     assert caplog.messages[-1].startswith("SageMaker's configuration maps to: pipeline_parallel_degree=4, microbatch")
 
 
@@ -96,6 +97,7 @@ def test_variables_win(monkeypatch):
         ({"smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}}}, "exclude each"),
         ({"hybrid_shard_degree": 2, "context_parallel_degree": 2}, "sequences are not split over ranks"),
         ({"hybrid_shard_degree": 2, "partitions": 2}, "`pipeline_parallel_degree` is no parameter"),
+        ({"dataparallel": {"enabled": True, "bucket": 1}}, "`dataparallel` has `bucket`"),
         (3, "must be a dict"),
     ],
 )
@@ -115,3 +117,11 @@ def test_version_2_is_read(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="whose number is not known here"):
         SMPConfig.from_sagemaker(given)
+
+
+@pytest.mark.parametrize("options", [{}, {"custom_mpi_options": "-verbose"}])
+def test_the_data_parallel_library_means_replicas_only(options):
+    read = read_sagemaker({"smdistributed": {"dataparallel": {"enabled": True, **options}}})
+    config = SMPConfig.from_sagemaker({"dataparallel": {"enabled": True, **options}})
+    assert (config.pipeline_parallel_degree, config.ddp_reduction) == (1, "auto")
+    assert any("custom_mpi_options" in note for note in read.notes) == bool(options)

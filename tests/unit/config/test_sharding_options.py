@@ -151,3 +151,12 @@ def test_all_options_without_effect_are_named_together():
 def test_a_variable_sets_the_option_of_its_name(monkeypatch, variable, text, name, value):
     monkeypatch.setenv(variable, text)
     assert getattr(SMPConfig.from_options(), name) == value
+
+
+def test_sums_over_replicas_are_hierarchical_flat_or_what_fits():
+    assert SMPConfig().ddp_reduction == "auto"
+    assert problems(ddp_reduction="ring") == ["`ddp_reduction` must be one of auto, hierarchical, flat, but is 'ring'."]
+    assert not problems(ddp_reduction="flat", shard_optimizer_state=True)
+    assert not problems(**SHARDED, ddp_reduction="hierarchical", shard_optimizer_state=True)
+    [problem] = problems(ddp_reduction="hierarchical", shard_optimizer_state=True)
+    assert problem.startswith("`ddp_reduction=hierarchical` contradicts `shard_optimizer_state=True`")

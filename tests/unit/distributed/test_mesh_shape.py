@@ -254,3 +254,31 @@ def test_the_drawing_says_that_shard_groups_span_nodes_and_what_to_do():
     assert last == "Shard groups of 2 span 2 nodes of 2 ranks. `placement_strategy=cluster` would make that 1."
     last = MeshShape(pp=1, dp=4, dp_shard=4, node_size=2).draw().splitlines()[-1]
     assert last == "Shard groups of 4 span 2 nodes of 2 ranks."
+
+
+# Hierarchy of the replicas
+
+
+@pytest.mark.parametrize(
+    ("degrees", "node_size", "found"),
+    [
+        ({"pp": 1, "dp": 4}, 2, [2, 2, 2, 2]),
+        ({"pp": 1, "dp": 4}, None, [None] * 4),
+        ({"pp": 1, "dp": 4}, 4, [None] * 4),
+        ({"pp": 1, "dp": 4}, 1, [None] * 4),
+        ({"pp": 2, "dp": 2}, 2, [None] * 4),  # a pipeline on each node
+        ({"pp": 2, "dp": 4}, 4, [2] * 8),
+        ({"pp": 2, "dp": 3}, 3, [None] * 6),
+    ],
+)
+def test_replicas_have_a_hierarchy_if_nodes_have_several_of_them_each(degrees, node_size, found):
+    shape = MeshShape(**degrees, node_size=node_size)
+    per_node = [shape.ranks_per_node(rank, "dp_replicate", "dp_shard") for rank in range(shape.world_size)]
+    assert per_node == found
+    assert shape.has_uneven_replicas == (degrees == {"pp": 2, "dp": 3})
+
+
+def test_the_ranks_with_the_same_shard_have_one_over_the_rest_of_their_nodes():
+    shape = MeshShape(pp=1, dp=8, dp_shard=2, node_size=4)
+    assert shape.ranks_per_node(0, "dp_replicate") == 2
+    assert not shape.has_uneven_replicas
