@@ -36,13 +36,13 @@ def write_torch_file(state: SpreadState, make: Callable[[Mapping[str, Any]], Any
 
     Args:
         state: Its tensors are gathered one by one.
-        make: Makes the object of the entries of ``state``, whose tensors have memory but no values yet. It may have
-            other tensors, too. It is called on global rank 0.
+        make: Makes the object of the entries of ``state``, whose tensors have memory but no values yet, so it must not
+            copy them. It may have other tensors, too. It is called on global rank 0.
         path: Path of the new file, on global rank 0.
         doing: What this is, for messages: "saving the state of an optimizer".
 
     Raises:
-        CheckpointError: an object of a class of its own holds tensors, for which there would be no values.
+        CheckpointError: a tensor would have no values, because it is in an object of a class of its own, or a copy.
         PeerFailedError: global rank 0 could not write.
     """
     names = list(state.tensors())
@@ -90,6 +90,10 @@ class _LaidOutFile:
         self._refuse_hidden({offset for _, offset in found})
         names = {id(tensor): name for name, tensor in empty.items()}
         self._offsets = {names[id(tensor)]: offset for tensor, offset in found if id(tensor) in names}
+        if lost := empty.keys() - self._offsets.keys():
+            raise CheckpointError(
+                f"`{min(lost)}` would have no values in {path}: the object there has a copy, or nothing."
+            )
         for tensor, offset in found:
             if id(tensor) not in names:
                 storage = tensor.detach().cpu().untyped_storage()
@@ -97,7 +101,7 @@ class _LaidOutFile:
 
     def fill(self, name: str, value: Tensor) -> None:
         """Write the values of an entry. An error is kept in :attr:`error`, and nothing written after it."""
-        if name in self._offsets and self.error is None:
+        if self.error is None:
             try:
                 self._write(self._offsets[name], value.detach().cpu().contiguous().view(-1).view(torch.uint8))
             except OSError as error:

@@ -105,10 +105,15 @@ def hidden(entries):
     return {"state": Holder(torch.ones(2)), **entries}
 
 
-def test_values_that_nobody_would_write_are_refused(tmp_path):
-    first, second = run_ranks(error_of_writing, 2, tmp_path / "state.pt", hidden)
-    assert first.startswith("CheckpointError: 1 tensor of ")
-    assert "Rank 0 failed while saving in a test: CheckpointError: 1 tensor" in second
+def copied(entries):
+    return {name: each.clone() if torch.is_tensor(each) else each for name, each in entries.items()}
+
+
+@pytest.mark.parametrize(("make", "why"), [(hidden, "1 tensor of "), (copied, "`0.exp_avg` would have no values")])
+def test_values_that_nobody_would_write_are_refused(tmp_path, make, why):
+    first, second = run_ranks(error_of_writing, 2, tmp_path / "state.pt", make)
+    assert first.startswith(f"CheckpointError: {why}")
+    assert f"Rank 0 failed while saving in a test: CheckpointError: {why}" in second
 
 
 def test_all_ranks_are_told_if_the_file_cannot_be_written(tmp_path):
