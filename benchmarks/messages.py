@@ -38,7 +38,6 @@ from torch.optim import SGD
 from workloads import EngineSteps
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.model.annotations import set_partition
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.open_channels import open_channels
 from smp_strategy.pipeline.transport import Transport
@@ -50,7 +49,7 @@ WAYS = ("gloo", "shared_memory")
 
 
 class Amount(NamedTuple):
-    """How much is sent."""
+    """Amounts that are sent."""
 
     sizes: Sequence[int] = SIZES
     rounds: int = 9
@@ -146,10 +145,7 @@ def measure(amount: Amount) -> dict[int, list[dict[str, Figures]]]:
 
 def engine_of(setting: Setting, model: torch.nn.Module, batch: object, way: str) -> EngineSteps:
     """Training steps of a setting whose messages take one of the paths."""
-    if not setting.chooses_partition:
-        for stage, begin, end in setting.spans:
-            for part in model.parts[begin:end]:
-                set_partition(part, stage)
+    setting.place(model)
     config = SMPConfig(
         pipeline_parallel_degree=setting.num_ranks,
         microbatches=setting.num_microbatches,

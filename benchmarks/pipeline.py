@@ -138,6 +138,13 @@ class Setting:
             for chunk, (begin, end) in enumerate(itertools.pairwise(starts))
         ]
 
+    def place(self, model: nn.Module) -> None:
+        """Set the stage of each part of ``model``, unless it is to be chosen."""
+        if not self.chooses_partition:
+            for stage, begin, end in self.spans:
+                for part in model.parts[begin:end]:
+                    set_partition(part, stage)
+
 
 # The cuts with the schedules of torch that work on them.
 CUTS: Sequence[tuple[Policy, tuple[type, ...]]] = (
@@ -180,10 +187,7 @@ def settings(num_ranks: int, size: Size = USUAL) -> Iterator[Setting]:
 
 def ours(setting: Setting, model: Chain, batch: Batch) -> EngineSteps:
     """An engine that trains the model."""
-    if not setting.chooses_partition:
-        for stage, begin, end in setting.spans:
-            for part in model.parts[begin:end]:
-                set_partition(part, stage)
+    setting.place(model)
     config = SMPConfig(
         pipeline_parallel_degree=setting.num_ranks,
         microbatches=setting.num_microbatches,

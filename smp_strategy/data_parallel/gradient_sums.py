@@ -19,7 +19,6 @@ from smp_strategy.distributed.collectives.fusion_buffers import FUSION_BYTES, Fu
 
 __all__ = ["alike", "fused", "sum_gradients"]
 
-
 # A fusion buffer takes the gradients of a bucket when all of them are complete, so buckets are small there.
 _FUSED_BUCKET_BYTES: Final = FUSION_BYTES // 4
 

@@ -23,6 +23,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
 from smp_strategy.distributed.collectives.interface import Collectives, collectives_of, is_gloo
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 
 __all__ = ["Reduction", "across_nodes"]
@@ -216,11 +217,21 @@ def across_nodes(mesh: ProcessMesh, device: torch.device, wanted: DDPReduction) 
         mesh: Places of the replicas.
         device: Device of the gradients.
         wanted: Option ``ddp_reduction``.
+
+    Raises:
+        ConfigError: hierarchical sums are asked for, and the backend is not gloo.
     """
     if wanted == "flat" or mesh.shard_group is not None:
         return None
     per_node = mesh.shape.ranks_per_node(mesh.rank, "dp_replicate", "dp_shard")
     # Asked last: a group that is not needed would be made.
-    if per_node is None or not is_gloo(mesh.sum_group, device):
+    if per_node is None:
+        return None
+    if not is_gloo(mesh.sum_group, device):
+        if wanted == "hierarchical":
+            raise ConfigError(
+                f"`ddp_reduction=hierarchical` is for gloo, but gradients on {device} are summed by another backend, "
+                "which knows its links. Leave the option out."
+            )
         return None
     return collectives_of(mesh.sum_group, device, per_node)

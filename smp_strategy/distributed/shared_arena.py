@@ -57,7 +57,7 @@ class ArenaAddress(NamedTuple):
     descriptor: int
     """Number of the open file in that process."""
     key: bytes
-    """What the file begins with."""
+    """First bytes of the file."""
     capacity: int
     """Number of bytes for blocks."""
 

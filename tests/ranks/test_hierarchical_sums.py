@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel import reduction
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.distributed.collectives import fusion_buffers
 from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import ConfigError
 from smp_strategy.testing import run_ranks
 
 STEPS = 3
@@ -49,21 +51,27 @@ def made() -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(options: dict[str, Any], per_node: str, overlaps: bool = True) -> tuple[dict[str, Tensor], bool, int]:
-    """Weights of this rank, whether its sums are hierarchical, and the threads that are left behind."""
-    os.environ["LOCAL_WORLD_SIZE"] = per_node
-    fusion_buffers.FusionBuffers.__init__.__defaults__ = (BUFFER_BYTES,)
+def trained(options: dict[str, Any], overlaps: bool = True) -> tuple[Net, Engine]:
+    """A model after some steps, each replica with batches of its own, and its engine."""
     model, optimizer = made()
     engine = Engine(SMPConfig(pipeline_parallel_degree=1, **options))
     engine.attach(model, [optimizer])
     for step in range(STEPS):
-        data = batch(step * 4 + engine.mesh.dp_rank)
+        data = batch(step * engine.mesh.dp + engine.mesh.dp_rank)
         result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=overlaps)
         model.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
+    return model, engine
+
+
+def train(options: dict[str, Any], per_node: str, overlaps: bool = True) -> tuple[dict[str, Tensor], bool, int]:
+    """Weights of this rank, whether its sums are hierarchical, and the threads that are left behind."""
+    os.environ["LOCAL_WORLD_SIZE"] = per_node
+    fusion_buffers.FusionBuffers.__init__.__defaults__ = (BUFFER_BYTES,)
+    model, engine = trained(options, overlaps)
     is_hierarchical = engine.local_model.reduction._across_nodes is not None
     found = {name: value.clone() for name, value in model.state_dict().items()}
     engine.close()
@@ -119,6 +127,20 @@ def test_without_a_hierarchy_they_are_flat(ranks, per_node):
     assert all(not differing(weights, found[0][0]) for weights, *_ in found)
 
 
+def refused_elsewhere() -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    reduction.is_gloo = lambda group, device: False
+    with pytest.raises(ConfigError) as caught:
+        trained({"ddp_reduction": "hierarchical"})
+    trained({})
+    return str(caught.value)
+
+
+def test_another_backend_refuses_them_if_they_are_asked_for():
+    for message in run_ranks(refused_elsewhere, 4, timeout=60):
+        assert message.startswith("`ddp_reduction=hierarchical` is for gloo, but gradients on cpu")
+
+
 def test_gradients_may_travel_in_a_narrower_dtype():
     narrow = run_ranks(train, 4, {"reduce_dtype": "bfloat16"}, "2", timeout=90)
     assert all(not differing(weights, narrow[0][0]) for weights, *_ in narrow)
@@ -129,17 +151,7 @@ def test_gradients_may_travel_in_a_narrower_dtype():
 def train_in_shards(options: dict[str, Any]) -> dict[str, Tensor]:
     """Shard groups of two, two of them on each node: four ranks with the same shards."""
     os.environ["LOCAL_WORLD_SIZE"] = "4"
-    model, optimizer = made()
-    engine = Engine(SMPConfig(pipeline_parallel_degree=1, sharded_data_parallel_degree=2, **options))
-    engine.attach(model, [optimizer])
-    for step in range(STEPS):
-        data = batch(step * 8 + engine.mesh.dp_rank)[0], True
-        result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=True)
-        model.zero_grad()
-        result.commit(torch.ones(()), reduce=True)
-        engine.begin_update(optimizer)
-        optimizer.step()
-        engine.end_update(optimizer)
+    _, engine = trained({"sharded_data_parallel_degree": 2, **options})
     found = engine.saved.full_state_dict()
     engine.close()
     return found
