@@ -4,6 +4,7 @@ Reading order:
 
 * ``reduction``: when gradients are summed over stages and replicas; the entry point.
 * ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, overlapped with backward; the same after backward.
+* ``replica_sums``: choice of the way to sum, by the places of the replicas.
 * ``sparse_sums``: sums of sparse gradients.
 * ``ddp_comm_hook``: the hierarchical sums, as a hook of PyTorch's DistributedDataParallel.
 * ``buffer_sync``: all replicas take over the buffers of the first.

@@ -13,8 +13,8 @@ stays ``None``, as in a single process.
 Every rank sends all buckets, always in the same order, before its step ends. So the ranks' collectives match, whatever
 happens afterwards.
 
-A bucket is an all-reduce of the backend. Between nodes it is copied into fusion buffers instead, which are all-reduced
-hierarchically (:mod:`smp_strategy.distributed.collectives.fusion_buffers`).
+A bucket is an all-reduce of the backend, or goes into joined sums
+(:class:`~smp_strategy.distributed.collectives.interface.JoinedSums`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
+from smp_strategy.distributed.collectives.interface import JoinedSums
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
@@ -49,7 +49,7 @@ class BucketedAllReduce:
         factor: Factor of the sums; one over the number of ranks for averages.
         quiet: Parameters to which the last backward pass probably adds nothing.
         dtype: Dtype in which gradients are sent; ``None``: that in which they are summed on each rank.
-        fusion: Fusion buffers for buckets of which all ranks get all sums; ``None``: the backend all-reduces these.
+        joined: Sums for buckets of which all ranks get all sums; ``None``: all-reduces of the backend.
 
     Attributes:
         quiet: Parameters to which the last backward pass has added nothing.
@@ -63,10 +63,10 @@ class BucketedAllReduce:
         factor: float = 1.0,
         quiet: Collection[nn.Parameter] = (),
         dtype: torch.dtype | None = None,
-        fusion: FusionBuffers | None = None,
+        joined: JoinedSums | None = None,
     ) -> None:
         self._dtype = dtype
-        self._fusion = fusion
+        self._joined = joined
         self._buckets = buckets
         self._group = group
         self._factor = factor
@@ -154,15 +154,15 @@ class BucketedAllReduce:
         """Send all buckets that are still to be sent."""
         for bucket in buckets:
             self._send(bucket)
-        if self._fusion is not None:
-            self._fusion.flush()
+        if self._joined is not None:
+            self._joined.flush()
 
     def _send(self, bucket: Bucket) -> None:
         group, num_ranks = self._group, dist.get_world_size(self._group)
         pieces = [piece for share in bucket for piece in self._pieces(share)]
-        if len(bucket) == 1 and self._fusion is not None:
+        if len(bucket) == 1 and self._joined is not None:
             dtype = self._dtype or pieces[0].dtype
-            self._sent.append(self._fusion.add(pieces, dtype=dtype).then(lambda sums: sums[None]))
+            self._sent.append(self._joined.add(pieces, dtype=dtype).then(lambda sums: sums[None]))
             return
         sent = torch.cat(pieces).to(dtype=self._dtype)
         if len(bucket) == 1:

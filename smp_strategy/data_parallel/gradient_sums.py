@@ -5,7 +5,6 @@ first on which gradients exist anywhere; a gradient that no rank has stays ``Non
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -15,22 +14,15 @@ from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllRe
 from smp_strategy.data_parallel.sparse_sums import is_sparse, sum_sparse
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
-from smp_strategy.distributed.collectives.fusion_buffers import FUSION_BYTES, FusionBuffers
+from smp_strategy.distributed.collectives.interface import JoinedSums
 
-__all__ = ["alike", "fused", "sum_gradients"]
-
-# A fusion buffer takes the gradients of a bucket when all of them are complete, so buckets are small there.
-_FUSED_BUCKET_BYTES: Final = FUSION_BYTES // 4
+__all__ = ["alike", "sum_gradients"]
 
 
-def alike(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Buckets whose sums all ranks get."""
-    return [[[parameters[number] for number in run]] for run in buckets(parameters)]
-
-
-def fused(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Buckets whose sums all ranks get, for fusion buffers."""
-    return [[[parameters[number] for number in run]] for run in buckets(parameters, _FUSED_BUCKET_BYTES)]
+def alike(parameters: Sequence[nn.Parameter], most_bytes: int | None = None) -> list[Bucket]:
+    """Buckets of at most ``most_bytes``, whose sums all ranks get; ``None``: buckets of the usual size."""
+    runs = buckets(parameters) if most_bytes is None else buckets(parameters, most_bytes)
+    return [[[parameters[number] for number in run]] for run in runs]
 
 
 def sum_gradients(
@@ -40,7 +32,7 @@ def sum_gradients(
     factor: float = 1.0,
     dealt_out: Callable[[Sequence[nn.Parameter]], list[Bucket]] = alike,
     dtype: torch.dtype | None = None,
-    fusion: FusionBuffers | None = None,
+    joined: JoinedSums | None = None,
 ) -> None:
     """Set gradients to ``factor`` times their sum over the ranks of ``group``. Collective.
 
@@ -51,13 +43,13 @@ def sum_gradients(
         dealt_out: Puts parameters into buckets; ranks that do not get a sum are left without a gradient. If all ranks
             get all sums, these have the same bits.
         dtype: Dtype in which gradients are sent; ``None``: that in which they are summed on each rank.
-        fusion: Fusion buffers of the group; ``None``: its backend all-reduces.
+        joined: Sums of dense gradients; ``None``: all-reduces of the backend.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
     dense, sparse = _present_anywhere(parameters, group)
     if dense:
-        sums = BucketedAllReduce(dealt_out(dense), group, factor=factor, dtype=dtype, fusion=fusion)
+        sums = BucketedAllReduce(dealt_out(dense), group, factor=factor, dtype=dtype, joined=joined)
         sums.send_rest()
         found, _, _ = sums.finish()
         for parameter in dense:

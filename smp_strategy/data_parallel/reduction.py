@@ -11,22 +11,20 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config.options import DDPReduction
 from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
 from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
-from smp_strategy.data_parallel.gradient_sums import fused, sum_gradients
+from smp_strategy.data_parallel.gradient_sums import alike, sum_gradients
+from smp_strategy.data_parallel.replica_sums import ReplicaSums
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.sparse_sums import may_be_sparse
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
-from smp_strategy.distributed.collectives.interface import Collectives, collectives_of, is_gloo
+from smp_strategy.distributed.collectives.interface import JoinedSums
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 
-__all__ = ["Reduction", "across_nodes"]
+__all__ = ["Reduction"]
 
 
 @final
@@ -41,7 +39,7 @@ class Reduction:
         parts: Parameters that a tensor-parallel group splits.
         dtype: Dtype in which gradients are sent between replicas; ``None``: that in which they are summed.
         keeps_buffers: Whether each replica keeps its own buffers.
-        across_nodes: Collectives of ``mesh.sum_group`` that are hierarchical; ``None``: its backend all-reduces.
+        sums: Way to sum dense gradients over the replicas; ``None``: all-reduces of the backend.
 
     Attributes:
         buffers: Synchronisation of the replicas' buffers, which happens together with that of gradients.
@@ -57,10 +55,10 @@ class Reduction:
         dtype: torch.dtype | None = None,
         *,
         keeps_buffers: bool = False,
-        across_nodes: Collectives | None = None,
+        sums: ReplicaSums | None = None,
     ) -> None:
         self._dtype = dtype
-        self._across_nodes = across_nodes
+        self._sums = sums
         replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
         self.buffers = BufferSync(ownership.local_modules(mesh.stage), replicas)
         self._ownership = ownership
@@ -107,7 +105,7 @@ class Reduction:
             factor=1 / self._mesh.dp,
             quiet=self._quiet,
             dtype=self._dtype,
-            fusion=self._fusion(),
+            joined=self._joined(),
         )
 
     def finish(self, sums: BucketedAllReduce) -> tuple[dict[nn.Parameter, Tensor], Notes]:
@@ -162,7 +160,7 @@ class Reduction:
                 factor=1 / self._mesh.dp,
                 dealt_out=self._buckets,
                 dtype=self._dtype,
-                fusion=self._fusion(),
+                joined=self._joined(),
             )
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
@@ -184,16 +182,16 @@ class Reduction:
 
     def close(self) -> None:
         """End the background threads."""
-        if self._across_nodes is not None:
-            self._across_nodes.close()
+        if self._sums is not None:
+            self._sums.close()
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        if self._across_nodes is None or self._sharding.drops_gradients:
+        if self._sums is None or self._sharding.drops_gradients:
             return self._sharding.buckets(parameters)
-        return fused(parameters)
+        return alike(parameters, self._sums.bucket_bytes)
 
-    def _fusion(self) -> FusionBuffers | None:
-        return None if self._across_nodes is None else FusionBuffers(self._across_nodes)
+    def _joined(self) -> JoinedSums | None:
+        return None if self._sums is None else self._sums.begin()
 
     def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Parameters in ``wanted`` that this rank holds by itself."""
@@ -205,33 +203,3 @@ class Reduction:
 
     def _counts_here(self, parameter: nn.Parameter) -> bool:
         return self._is_first(parameter) and self._sharding.is_mine(parameter)
-
-
-def across_nodes(mesh: ProcessMesh, device: torch.device, wanted: DDPReduction) -> Collectives | None:
-    """Hierarchical collectives of the replicas for their sums of gradients, or ``None`` if the backend makes these.
-
-    There is no hierarchy if the replicas of a stage are on one node, or each on a node of its own. Shard groups sum
-    their gradients themselves. Backends other than gloo know their links.
-
-    Args:
-        mesh: Places of the replicas.
-        device: Device of the gradients.
-        wanted: Option ``ddp_reduction``.
-
-    Raises:
-        ConfigError: hierarchical sums are asked for, and the backend is not gloo.
-    """
-    if wanted == "flat" or mesh.shard_group is not None:
-        return None
-    per_node = mesh.shape.ranks_per_node(mesh.rank, "dp_replicate", "dp_shard")
-    # Asked last: a group that is not needed would be made.
-    if per_node is None:
-        return None
-    if not is_gloo(mesh.sum_group, device):
-        if wanted == "hierarchical":
-            raise ConfigError(
-                f"`ddp_reduction=hierarchical` is for gloo, but gradients on {device} are summed by another backend, "
-                "which knows its links. Leave the option out."
-            )
-        return None
-    return collectives_of(mesh.sum_group, device, per_node)

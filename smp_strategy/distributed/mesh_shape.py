@@ -230,6 +230,10 @@ class MeshShape:
         sizes = self._sizes_on_nodes(self.group(rank, *axes))
         return sizes[0] if len(sizes) > 1 and len(set(sizes)) == 1 and sizes[0] > 1 else None
 
+    def are_on_one_node(self, rank: int, *axes: str) -> bool:
+        """Whether all ranks of the group along ``axes`` through ``rank`` are on one node."""
+        return len(self._sizes_on_nodes(self.group(rank, *axes))) == 1
+
     @property
     def has_uneven_replicas(self) -> bool:
         """Whether the ranks that sum their gradients are not equally many on each node that they touch."""

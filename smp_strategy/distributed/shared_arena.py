@@ -1,13 +1,13 @@
-"""Shared memory between two processes of one machine, for messages that are copied once.
+"""Shared memory between processes of one machine, for messages that are copied once and for sums.
 
 A rank owns an *arena*, an anonymous file in memory (``memfd_create``) that it and its peers map. It copies a message
-into a block of the arena and tells the peer where that is, by other means. The peer reads the block in place. When the
-peer has no more use for the memory, it sets the *flag* of the block, a byte in the file, and the owner may use the
-block again. Neither side ever waits for the other::
+into a block of the arena and tells its readers where that is, by other means. They read the block in place. A reader
+that has no more use for the memory sets its *flag* of the block, a byte in the file. When all readers have, the owner
+may use the block again. No side ever waits for the other::
 
     0            the key, by which a peer knows that it has opened the right file
-    FLAGS        a byte for each granule: 1 if the block that begins there has been given back
-    data         blocks
+    FLAGS        a byte for each granule; those from the start of a block on belong to its readers: 1 if given back
+    data         blocks, of at least one granule for each reader
 
 The file has no name, so nothing of it is left when the processes have ended, however they end. It is as large as the
 machine's memory, but takes only what is written to: at most the messages that are alive at one time.
@@ -90,6 +90,7 @@ class Arena:
         self._first = _data_of(capacity)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._blocks = FirstFit(capacity, GRANULE)
+        self._readers: dict[int, int] = {}
         # End of what has been written to and not been given back to the system.
         self._touched = 0
         self._needed: deque[int] = deque(maxlen=STEPS_KEPT)
@@ -100,8 +101,27 @@ class Arena:
         self._reclaim()
         return len(self._blocks.starts)
 
+    def allocate(self, nbytes: int, readers: int = 1) -> int | None:
+        """Allocate a block.
+
+        Args:
+            nbytes: Its size.
+            readers: Number of ranks that take it, this one among them if it does.
+
+        Returns:
+            Its start; ``None``: there is no gap of that size.
+        """
+        self._reclaim()
+        start = self._blocks.take(max(nbytes, readers * GRANULE))
+        if start is not None:
+            self._touched = max(self._touched, self._blocks.peak)
+            self._readers[start] = readers
+            flags = _FLAGS + start // GRANULE
+            self._memory[flags : flags + readers] = bytes(readers)
+        return start
+
     def put(self, tensor: Tensor, strides: tuple[int, ...]) -> int:
-        """Copy ``tensor`` into a new block.
+        """Copy ``tensor`` into a new block, for one reader.
 
         Args:
             tensor: Tensor of the host.
@@ -113,15 +133,12 @@ class Arena:
         Raises:
             SMPError: there is no gap of that size.
         """
-        self._reclaim()
-        start = self._blocks.take(tensor.nbytes)
+        start = self.allocate(tensor.nbytes)
         if start is None:
             raise SMPError(
                 f"Messages to other stages fill the {self.address.capacity} bytes of shared memory. Set "
                 "`stage_transport=gloo`, or keep fewer tensors of other stages."
             )
-        self._touched = max(self._touched, self._blocks.peak)
-        self._memory[_FLAGS + start // GRANULE] = 0
         first = self._first + start
         source = tensor.data_ptr()  # 0: a tensor of zeros that has no memory
         if source and tensor.stride() == strides and not (tensor.is_conj() or tensor.is_neg()):
@@ -132,6 +149,10 @@ class Arena:
             block.set_(self._bytes.untyped_storage(), first // tensor.itemsize, tensor.shape, strides)
             block.copy_(tensor)
         return start
+
+    def take(self, start: int, nbytes: int, reader: int = 0) -> torch.UntypedStorage:
+        """As :meth:`PeerArena.take`, if this rank is among the readers of its own block."""
+        return _taken(self._memory, self._first + start, nbytes, _FLAGS + start // GRANULE + reader)
 
     def trim(self) -> None:
         """End a step: give the system back what the last :data:`STEPS_KEPT` steps with new blocks have not needed."""
@@ -158,8 +179,10 @@ class Arena:
     def _reclaim(self) -> None:
         """Free the blocks that peers have given back."""
         for start in self._blocks.starts:
-            if self._memory[_FLAGS + start // GRANULE]:
+            flags, readers = _FLAGS + start // GRANULE, self._readers[start]
+            if all(self._memory[flags : flags + readers]):
                 self._blocks.give_back(start)
+                del self._readers[start]
 
     def _drop(self, begin: int, end: int) -> None:
         if begin < end:
@@ -194,13 +217,19 @@ class PeerArena:
             os.close(descriptor)
         self._first = _data_of(address.capacity)
 
-    def take(self, start: int, nbytes: int) -> torch.UntypedStorage:
-        """Memory of the block that begins at ``start``; it is given back when nobody holds this any more."""
-        seen = np.frombuffer(self._memory, dtype=np.uint8, count=nbytes, offset=self._first + start)
-        # The storage holds the array and the array the mapping. In a forked process the arrays are copies, whose end
-        # says nothing.
-        finalize(seen, _give_back, self._memory, _FLAGS + start // GRANULE, os.getpid()).atexit = False
-        return torch.from_numpy(seen).untyped_storage()
+    def take(self, start: int, nbytes: int, reader: int = 0) -> torch.UntypedStorage:
+        """Memory of the block that begins at ``start``; it is given back when nobody holds this any more.
+
+        Args:
+            start: Start of the block.
+            nbytes: Its size.
+            reader: Number of this reader among those of the block.
+        """
+        return _taken(self._memory, self._first + start, nbytes, _FLAGS + start // GRANULE + reader)
+
+    def peek(self, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Memory of the block that begins at ``start``, which its owner keeps for as long as it is needed here."""
+        return torch.from_numpy(_bytes_at(self._memory, self._first + start, nbytes)).untyped_storage()
 
 
 def open_arenas(
@@ -240,6 +269,18 @@ def open_arenas(
     if arena is not None:
         arena.stop_sharing()  # all who could have opened it
     return (arena if usable else None), usable, failures
+
+
+def _taken(memory: mmap.mmap, first: int, nbytes: int, flag: int) -> torch.UntypedStorage:
+    seen = _bytes_at(memory, first, nbytes)
+    # The storage holds the array and the array the mapping. In a forked process the arrays are copies, whose end says
+    # nothing.
+    finalize(seen, _give_back, memory, flag, os.getpid()).atexit = False
+    return torch.from_numpy(seen).untyped_storage()
+
+
+def _bytes_at(memory: mmap.mmap, first: int, nbytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    return np.frombuffer(memory, dtype=np.uint8, count=nbytes, offset=first)
 
 
 def _give_back(memory: mmap.mmap, flag: int, process: int) -> None:

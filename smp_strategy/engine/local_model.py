@@ -28,7 +28,8 @@ from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, 
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
-from smp_strategy.data_parallel.reduction import Reduction, across_nodes
+from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.data_parallel.replica_sums import replica_sums
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
@@ -136,7 +137,7 @@ class LocalModel:
             self._parts,
             reduce_dtype(config),
             keeps_buffers=not config.broadcast_buffers,
-            across_nodes=across_nodes(mesh, delayed.device, config.ddp_reduction),
+            sums=replica_sums(mesh, delayed.device, config.ddp_reduction),
         )
         self._made_of = list(module.parameters())
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None

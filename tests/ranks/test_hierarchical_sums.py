@@ -9,62 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel import reduction
+from smp_strategy.data_parallel import replica_sums
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.distributed.collectives import fusion_buffers
 from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
-from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.testing import run_ranks
+from tests.ranks.replica_training import differing, one_process, trained
 
-STEPS = 3
 # Buffers of 256 elements: the model has parameters that are smaller and larger.
 BUFFER_BYTES = 1024
-
-
-class Net(nn.Module):
-    """Three layers, of which the last one is used by every other batch only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 70)
-        self.middle = nn.Linear(70, 33)
-        self.last = nn.Linear(33, 1)
-        self.unused = nn.Linear(2, 2)
-
-    def loss(self, batch: tuple[Tensor, bool]) -> Tensor:
-        x, uses_last = batch
-        x = self.middle(self.first(x).tanh())
-        return (self.last(x) if uses_last else x).square().mean()
-
-
-def batch(number: int) -> tuple[Tensor, bool]:
-    torch.manual_seed(number)
-    return torch.randn(4, 6), number % 2 == 0
-
-
-def made() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def trained(options: dict[str, Any], overlaps: bool = True) -> tuple[Net, Engine]:
-    """A model after some steps, each replica with batches of its own, and its engine."""
-    model, optimizer = made()
-    engine = Engine(SMPConfig(pipeline_parallel_degree=1, **options))
-    engine.attach(model, [optimizer])
-    for step in range(STEPS):
-        data = batch(step * engine.mesh.dp + engine.mesh.dp_rank)
-        result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=overlaps)
-        model.zero_grad()
-        result.commit(torch.ones(()), reduce=True)
-        engine.begin_update(optimizer)
-        optimizer.step()
-        engine.end_update(optimizer)
-    return model, engine
 
 
 def train(options: dict[str, Any], per_node: str, overlaps: bool = True) -> tuple[dict[str, Tensor], bool, int]:
@@ -72,34 +27,12 @@ def train(options: dict[str, Any], per_node: str, overlaps: bool = True) -> tupl
     os.environ["LOCAL_WORLD_SIZE"] = per_node
     fusion_buffers.FusionBuffers.__init__.__defaults__ = (BUFFER_BYTES,)
     model, engine = trained(options, overlaps)
-    is_hierarchical = engine.local_model.reduction._across_nodes is not None
+    sums = engine.local_model.reduction._sums
+    is_hierarchical = sums is not None and isinstance(sums.begin(), FusionBuffers)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     engine.close()
     relays = sum(thread.name == "relay" for thread in threading.enumerate())
     return found, is_hierarchical, relays
-
-
-def one_process(by_node: bool) -> dict[str, Tensor]:
-    """Weights of one process that adds up the gradients of four replicas in the given order."""
-    model, optimizer = made()
-    for step in range(STEPS):
-        found: dict[nn.Parameter, list[Tensor]] = {}
-        for replica in range(4):
-            model.zero_grad()
-            model.loss(batch(step * 4 + replica)).backward()
-            for each in model.parameters():
-                if each.grad is not None or each in found:
-                    found.setdefault(each, [torch.zeros_like(each)] * replica)
-                    found[each].append(torch.zeros_like(each) if each.grad is None else each.grad)
-        model.zero_grad()
-        for each, (g0, g1, g2, g3) in found.items():
-            each.grad = ((g0 + g1) + (g2 + g3) if by_node else g0 + g1 + g2 + g3) / 4
-        optimizer.step()
-    return model.state_dict()
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
 @pytest.mark.parametrize("how", ["auto", "hierarchical"])
@@ -129,7 +62,7 @@ def test_without_a_hierarchy_they_are_flat(ranks, per_node):
 
 def refused_elsewhere() -> str:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    reduction.is_gloo = lambda group, device: False
+    replica_sums.is_gloo = lambda group, device: False
     with pytest.raises(ConfigError) as caught:
         trained({"ddp_reduction": "hierarchical"})
     trained({})
@@ -214,7 +147,7 @@ def sent_early() -> tuple[int, int]:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
     buckets = [[[layer.weight]] for layer in reversed(net)]
-    sums = BucketedAllReduce(buckets, dist.group.WORLD, fusion=FusionBuffers(collectives, BUFFER_BYTES))
+    sums = BucketedAllReduce(buckets, dist.group.WORLD, joined=FusionBuffers(collectives, BUFFER_BYTES))
     early = []
     with sums.watching():
         net[0].weight.register_post_accumulate_grad_hook(lambda _: early.append(len(started)))

@@ -6,7 +6,7 @@ all-reduced while the next one fills. So every all-reduce has the same size, exc
 the same bytes at any time, whatever the sizes of the tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, final
 
 import torch
@@ -23,9 +23,7 @@ FUSION_BYTES: Final = 4 * 2**20
 
 @final
 class FusionBuffers:
-    """Buffers of one group.
-
-    All ranks add tensors of the same sizes and dtypes in the same order, and flush at the same places.
+    """:class:`~smp_strategy.distributed.collectives.interface.JoinedSums` in buffers of one size.
 
     Args:
         collectives: Collectives of the group.
@@ -37,17 +35,8 @@ class FusionBuffers:
         self._most_bytes = most_bytes
         self._buffer: _Buffer | None = None
 
-    def add(self, tensors: Iterable[Tensor], *, dtype: torch.dtype) -> Handle[Tensor]:
-        """Add ``tensors`` behind those before.
-
-        Args:
-            tensors: Summands of this rank, each on the same device; they may change afterwards.
-            dtype: Dtype in which they are sent.
-
-        Returns:
-            Handle of the ranks' sums, one after the other in one dimension. The memory is the caller's. Wait for it
-            only after :meth:`flush`.
-        """
+    def add(self, tensors: Sequence[Tensor], *, dtype: torch.dtype) -> Handle[Tensor]:
+        """See :meth:`JoinedSums.add`."""
         runs: dict[_Buffer, slice] = {}
         for tensor in tensors:
             rest = tensor.reshape(-1)
@@ -61,7 +50,7 @@ class FusionBuffers:
         return Handle(lambda: _joined([buffer.sums(run) for buffer, run in runs.items()], dtype))
 
     def flush(self) -> None:
-        """Send what has been added since the last full buffer."""
+        """See :meth:`JoinedSums.flush`: sends what has been added since the last full buffer."""
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             buffer.reduced = self._collectives.all_reduce(buffer.memory[: buffer.filled])

@@ -20,7 +20,7 @@ from smp_strategy.distributed.collectives.host_staged import HostStagedCollectiv
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.handle import Handle, wait_for
 
-__all__ = ["Collectives", "NativeCollectives", "collectives_of", "is_gloo"]
+__all__ = ["Collectives", "JoinedSums", "NativeCollectives", "collectives_of", "is_gloo"]
 
 
 class Collectives(Protocol):
@@ -65,6 +65,25 @@ class Collectives(Protocol):
 
     def close(self) -> None:
         """End the background thread."""
+
+
+class JoinedSums(Protocol):
+    """Sums over a group of tensors that are joined into larger ones, in the order in which they are added."""
+
+    def add(self, tensors: Sequence[Tensor], *, dtype: torch.dtype) -> Handle[Tensor]:
+        """Add ``tensors`` behind those before, on all ranks tensors of the same sizes and dtypes in the same order.
+
+        Args:
+            tensors: Summands of this rank, each on the same device; they may change afterwards.
+            dtype: Dtype in which they are summed.
+
+        Returns:
+            Handle of the ranks' sums, one after the other in one dimension, with the same bits on all ranks. They must
+            not be written to. Wait for them only after :meth:`flush`.
+        """
+
+    def flush(self) -> None:
+        """Begin all sums of what has been added, on all ranks at the same places."""
 
 
 def collectives_of(

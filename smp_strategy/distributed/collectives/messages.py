@@ -5,7 +5,7 @@ they may overtake each other; all ranks must take their tags in the same order.
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import BegunCollective, watch_of
-from smp_strategy.distributed.failure import raise_lost
+from smp_strategy.distributed.failure import current_run, raise_lost
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NUM_FLAT_BUFFERS
 
 __all__ = ["Messages"]
+
+_RUNS: Final = 1 << 10
+"""Number of runs after which tags are those of an earlier run."""
 
 
 @final
@@ -29,7 +32,8 @@ class Messages:
         self._group = group
         self._watch = watch_of()
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._next_tag = 0
+        # A run that has failed may have left messages behind, whose tags must not be taken again.
+        self._next_tag = current_run() % _RUNS * (NUM_FLAT_BUFFERS // _RUNS)
 
     @property
     def peers(self) -> list[int]:
