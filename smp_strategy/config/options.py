@@ -253,9 +253,9 @@ class ShardingOptions:
     ddp_reduction: DDPReduction = "auto"
     """Sums of gradients over replicas. ``hierarchical``: gradients fill fusion buffers of 4 MB, which are reduced in
     each node, then between nodes, so that each byte crosses the slow link once per node. ``flat``: the backend's
-    all-reduce. ``auto``: ``hierarchical`` if the replicas of a stage span several nodes with several ranks each, else
-    ``flat``. A given ``hierarchical`` refuses nodes with different numbers of replicas, and is ``flat`` where there is
-    no hierarchy. For gloo only: other backends know their links."""
+    all-reduce. ``auto``: ``hierarchical`` if the replicas of a stage span several nodes with several ranks each; in
+    shared memory if they are on one node; else ``flat``. A given ``hierarchical`` refuses nodes with different numbers
+    of replicas, and is ``flat`` where there is no hierarchy. For gloo only: other backends know their links."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Bucket size of the reduce-scatter over a shard group, in elements. A unit is reduced as a whole after its
     backward; a larger one is reduced in slices, one after the other, which need less temporary memory. For gloo;

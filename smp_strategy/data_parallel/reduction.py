@@ -94,6 +94,15 @@ class Reduction:
         self._quiet: Collection[nn.Parameter] = ()
         self._guesses = self._overlaps = True
 
+    def describe(self) -> str:
+        """Sentence about the way in which replicas sum gradients; empty without replicas, and if shards do."""
+        if self._mesh.dp == 1 or self._mesh.shard_group is not None:
+            return ""
+        if self._sharding.drops_gradients:
+            return "Each gradient is summed on the replica that updates its parameter."
+        way = "by all-reduces of the backend" if self._sums is None else self._sums.way
+        return f"Gradients of replicas are summed {way}."
+
     def start(self) -> BucketedAllReduce | None:
         """Begin an all-reduce that overlaps with the last backward of a step; ``None``: not possible."""
         parameters = [parameter for parameter in self._early if parameter.requires_grad]

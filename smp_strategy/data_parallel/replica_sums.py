@@ -28,11 +28,13 @@ class ReplicaSums:
     """Sums over the replicas that the backend does not make.
 
     Attributes:
+        way: How they are made, in words that continue "are summed".
         begin: Returns what sums the gradients of one step.
         bucket_bytes: Most bytes of gradients that are added at once; ``None``: as many as in an all-reduce.
         close: Ends background threads.
     """
 
+    way: str
     begin: Callable[[], JoinedSums]
     bucket_bytes: int | None
     close: Callable[[], None]
@@ -62,7 +64,12 @@ def replica_sums(mesh: ProcessMesh, device: torch.device, wanted: DDPReduction) 
     if is_gloo(mesh.sum_group, device):
         across_nodes = collectives_of(mesh.sum_group, device, per_node)
         # A fusion buffer takes the gradients of a bucket when all of them are complete, so buckets are small.
-        return ReplicaSums(lambda: FusionBuffers(across_nodes), FUSION_BYTES // 4, across_nodes.close)
+        return ReplicaSums(
+            "inside each node first, then between nodes",
+            lambda: FusionBuffers(across_nodes),
+            FUSION_BYTES // 4,
+            across_nodes.close,
+        )
     if wanted == "hierarchical":
         raise ConfigError(
             f"`ddp_reduction=hierarchical` is for gloo, but gradients on {device} are summed by another backend, which "
@@ -78,4 +85,4 @@ def _in_shared_memory(mesh: ProcessMesh, device: torch.device) -> ReplicaSums | 
     if own is None or failures:
         return None
     sums = SharedMemorySums(mesh.sum_group, own, theirs)
-    return ReplicaSums(lambda: sums, None, sums.close)
+    return ReplicaSums("in shared memory", lambda: sums, None, sums.close)

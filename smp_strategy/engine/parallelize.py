@@ -102,6 +102,8 @@ def parallelize(
     transport = connect(parts, local_model)
     if is_first and transport is not None:
         parts.report(render_paths(measure_paths(transport, parts.device)))
+    if is_first and (sums := local_model.reduction.describe()):
+        parts.report(sums)
     return local_model
 
 
