@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
-    from smp_strategy.integrations.sagemaker import smddp as smddp
     from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
     from smp_strategy.integrations.sagemaker.checkpoint_calls import save_checkpoint as save_checkpoint
     from smp_strategy.model.annotations import partition as partition
@@ -62,7 +61,6 @@ __all__ = [
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
-    "smddp",
     "tensor_parallelism",
     "tp_register",
     "tp_register_with_module",
@@ -102,8 +100,6 @@ autoload.autoload()
 def __getattr__(name: str) -> Any:
     if name == "SMPStrategy":
         return import_module("smp_strategy.integrations.lightning").make_strategy(_lightning_in_use())
-    if name == "smddp":
-        return import_module("smp_strategy.integrations.sagemaker.smddp")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'smp_strategy' has no attribute {name!r}")

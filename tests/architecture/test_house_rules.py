@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 500  # the aim is 400
 MOST_FUNCTION_LINES = 60  # the aim is 50
 MOST_WORDS = 20  # of our own
-MOST_ENTRIES_AT_THE_TOP = 19  # thirteen packages, six modules
+MOST_ENTRIES_AT_THE_TOP = 20  # thirteen packages; modules are what others import or start, and errors
 # One role in several packages; every other file name says alone where it belongs.
 ROLES = {
     *("__init__.py", "annotations.py", "collectives.py", "data.py", "manual_optimization.py", "page.py"),

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import parallel
 
+import smp_strategy.smddp as dist
 from smp_strategy import UnsupportedError
-from smp_strategy import smddp as dist
 from smp_strategy.testing import run_ranks
 
 # Arguments of version 1.3, with their defaults.
@@ -135,3 +137,25 @@ def test_on_one_node_they_have_the_same_bits():
     for weights, per_node in run_ranks(train, 2, True, "2", timeout=90):
         assert per_node is None
         assert all(map(torch.equal, weights, expected))
+
+
+LATER = """
+import torch, torch.distributed as dist
+import smp_strategy.smddp
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group(backend="smddp")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+model(torch.full((1, 3), dist.get_rank() + 1.0)).backward()
+print(dist.get_backend(), model.module.weight.grad.tolist())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_scripts_of_later_versions_name_it_as_a_backend(tmp_path):
+    (tmp_path / "script.py").write_text(LATER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["smddp [[1.5, 1.5, 1.5]]"] * 2, done.stderr

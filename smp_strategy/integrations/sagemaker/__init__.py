@@ -1,5 +1,4 @@
-"""SageMaker's libraries. Model parallel: its functions, on this package's engine, as ``smp_strategy.smp``. Data
-parallel: ``smp_strategy.smddp``.
+"""SageMaker's model parallel library: its functions, on this package's engine, as ``smp_strategy.smp``.
 
 Reading order::
 
@@ -16,5 +15,4 @@ Reading order::
     checkpoint_calls.py                    smp.save_checkpoint and smp.resume_from_checkpoint
     creation.py                            contexts for models that are being created; smp.checkpoint
     nn/, amp.py, optimizers.py             layers, gradient scaler, optimizers
-    smddp.py                               the data parallel library
 """

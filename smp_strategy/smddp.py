@@ -1,14 +1,18 @@
-"""SageMaker's data parallel library, as ``smp_strategy.smddp``: group calls, collectives, DistributedDataParallel.
+"""SageMaker's data parallel library: ``import smp_strategy.smddp as dist`` in the place of its import.
 
 Names, arguments and defaults are those of ``smdistributed.dataparallel.torch.distributed`` (versions up to 1.3, which
 scripts import in the place of ``torch.distributed``). The process group is PyTorch's, so scripts may mix both.
 Gradients take the hierarchical path of :mod:`smp_strategy.data_parallel.ddp_comm_hook`, other collectives that of the
 backend.
+
+Scripts for later versions import ``smdistributed.dataparallel.torch.torch_smddp`` and call
+``torch.distributed.init_process_group(backend="smddp")``. The import of this module registers that backend, too.
 """
 
 import enum
 import os
 import warnings
+from datetime import timedelta
 from typing import Any, Final, final
 
 import torch
@@ -48,6 +52,22 @@ class ReduceOp(enum.Enum):
     AVERAGE = "average"
     MIN = "min"
     MAX = "max"
+
+
+def _process_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Backend of the name ``smddp``: that of the device."""
+    kind: Any = dist.ProcessGroupGloo if _device_kind() == "cpu" else dist.ProcessGroupNCCL
+    return kind(store, rank, size, timeout)
+
+
+def _device_kind() -> str:
+    """``cuda`` if each rank of this node has a GPU of its own, else ``cpu``."""
+    has_own = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return "cuda" if has_own and torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
+
+
+if dist.is_available() and not hasattr(dist.Backend, "SMDDP"):
+    dist.Backend.register_backend("smddp", _process_group, devices=[_device_kind()])
 
 
 def is_available() -> bool:
