@@ -20,6 +20,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,9 +35,10 @@ from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.first_fit import FirstFit
+from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.errors import SMPError
 
-__all__ = ["Arena", "ArenaAddress", "PeerArena", "open_arenas"]
+__all__ = ["Arena", "ArenaAddress", "PeerArena", "open_arenas", "tensor_in"]
 
 GRANULE: Final = max(1 << 14, mmap.PAGESIZE)
 """Alignment of blocks in bytes, a multiple of the page size."""
@@ -64,7 +66,7 @@ class ArenaAddress(NamedTuple):
 
 @final
 class Arena:
-    """Blocks of memory that peers read.
+    """Blocks of memory that peers read; any thread may allocate them.
 
     Args:
         capacity: Most bytes in blocks; ``None``: as many as the machine has memory.
@@ -91,6 +93,7 @@ class Arena:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._blocks = FirstFit(capacity, GRANULE)
         self._readers: dict[int, int] = {}
+        self._lock = threading.Lock()
         # End of what has been written to and not been given back to the system.
         self._touched = 0
         self._needed: deque[int] = deque(maxlen=STEPS_KEPT)
@@ -111,14 +114,20 @@ class Arena:
         Returns:
             Its start; ``None``: there is no gap of that size.
         """
-        self._reclaim()
-        start = self._blocks.take(max(nbytes, readers * GRANULE))
-        if start is not None:
-            self._touched = max(self._touched, self._blocks.peak)
-            self._readers[start] = readers
-            flags = _FLAGS + start // GRANULE
-            self._memory[flags : flags + readers] = bytes(readers)
+        with self._lock:
+            self._reclaim()
+            start = self._blocks.take(max(nbytes, readers * GRANULE))
+            if start is not None:
+                self._touched = max(self._touched, self._blocks.peak)
+                self._readers[start] = readers
+                flags = _FLAGS + start // GRANULE
+                self._memory[flags : flags + readers] = bytes(readers)
         return start
+
+    def view(self, start: int, nbytes: int) -> Tensor:
+        """Bytes of the block that begins at ``start``, for this rank to write to."""
+        first = self._first + start
+        return self._bytes[first : first + nbytes]
 
     def put(self, tensor: Tensor, strides: tuple[int, ...]) -> int:
         """Copy ``tensor`` into a new block, for one reader.
@@ -156,11 +165,12 @@ class Arena:
 
     def trim(self) -> None:
         """End a step: give the system back what the last :data:`STEPS_KEPT` steps with new blocks have not needed."""
-        if self._blocks.peak:
-            self._reclaim()
-            self._needed.append(max(self._blocks.peak, self._blocks.end))
-            self._drop(max(self._needed), self._touched)
-            self._touched, self._blocks.peak = max(self._needed), 0
+        with self._lock:
+            if self._blocks.peak:
+                self._reclaim()
+                self._needed.append(max(self._blocks.peak, self._blocks.end))
+                self._drop(max(self._needed), self._touched)
+                self._touched, self._blocks.peak = max(self._needed), 0
 
     def stop_sharing(self) -> None:
         """Close the file for peers that have not opened it; those that have keep it."""
@@ -269,6 +279,12 @@ def open_arenas(
     if arena is not None:
         arena.stop_sharing()  # all who could have opened it
     return (arena if usable else None), usable, failures
+
+
+def tensor_in(memory: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """Tensor of one dimension in ``memory``, usable in and outside of inference mode."""
+    with outside_inference_mode():
+        return torch.empty(0, dtype=dtype, device="cpu").set_(memory)
 
 
 def _taken(memory: mmap.mmap, first: int, nbytes: int, flag: int) -> torch.UntypedStorage:

@@ -429,6 +429,7 @@ def _sharded(
         len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
         gathers_in_hops=config.sdp_hierarchical_allgather,
         most_reduced=config.sdp_reduce_bucket_size,
+        on_one_node=not is_on_nodes,
     )
     parameters, across = {}, {}
     runs: dict[nn.Parameter, ReadRun] = {}

@@ -10,7 +10,9 @@ from torch import Tensor
 from smp_strategy.distributed import failure
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.interface import Collectives, NativeCollectives, collectives_of
+from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
 from smp_strategy.distributed.handle import Handle
+from smp_strategy.distributed.shared_arena import open_arenas
 from smp_strategy.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -20,6 +22,19 @@ SHARDS = [0, 1, 32, 70, 999]
 
 def direct() -> Collectives:
     return collectives_of(dist.group.WORLD, torch.device("cpu"))
+
+
+def in_shared_memory(most_reduced: int | None = None) -> Collectives:
+    group = dist.group.WORLD
+    own, theirs, failures = open_arenas(group)
+    assert own is not None
+    assert not failures
+    shared = SharedMemoryHop(group, own, theirs, least_bytes=100)
+    return GlooCollectives(group, shared=shared, most_reduced=most_reduced)
+
+
+def in_shared_memory_in_slices() -> Collectives:
+    return in_shared_memory(most_reduced=400)
 
 
 def two_nodes() -> Collectives:
@@ -66,7 +81,10 @@ def gathered_wrongly(make: Callable[[], Collectives]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (direct, 3), (two_nodes, 4), (two_nodes, 6), (native, 2)])
+@pytest.mark.parametrize(
+    ("make", "ranks"),
+    [(direct, 2), (direct, 3), (in_shared_memory, 3), (two_nodes, 4), (two_nodes, 6), (native, 2)],
+)
 def test_a_gather_brings_every_byte_of_all_shards(make, ranks):
     assert run_ranks(gathered_wrongly, ranks, make) == [[]] * ranks
 
@@ -106,6 +124,8 @@ def reduced_wrongly(
     [
         (direct, 2, in_order_of_ranks),
         (direct, 4, in_order_of_ranks),
+        (in_shared_memory, 4, in_order_of_ranks),
+        (in_shared_memory_in_slices, 2, in_order_of_ranks),
         (two_nodes, 4, by_node),
         (two_nodes, 6, by_node),
         (direct_in_slices, 3, in_order_of_ranks),
@@ -225,7 +245,8 @@ def many_at_once(make: Callable[[], Collectives]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("make", "ranks"), [(direct, 2), (two_nodes, 4), (direct_in_slices, 3), (two_nodes_in_slices, 4)]
+    ("make", "ranks"),
+    [(direct, 2), (in_shared_memory, 4), (two_nodes, 4), (direct_in_slices, 3), (two_nodes_in_slices, 4)],
 )
 def test_many_can_be_under_way_and_are_waited_for_in_any_order(make, ranks):
     assert run_ranks(many_at_once, ranks, make) == [True] * ranks
@@ -286,7 +307,7 @@ def test_a_rank_that_stops_is_named_to_those_who_wait_for_its_summands():
     assert all(error.startswith("PeerFailedError") for error in others)
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (two_nodes, 4)])
+@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (in_shared_memory, 2), (two_nodes, 4)])
 def test_a_rank_that_stops_is_named_to_those_who_wait_for_it(make, ranks):
     _, *others = run_ranks(without_the_others, ranks, make)
     assert "rank 0, the connection failed" in "".join(others)
@@ -347,3 +368,21 @@ def test_memory_for_summands_does_not_grow_with_the_buffer_where_it_is_reduced_i
     assert run_ranks(most_arriving_at_once, 3, direct_in_slices, 999) == [2 * 33] * 3
     # Per element of a run: what a neighbour has for both nodes, and the sum of the other node.
     assert run_ranks(most_arriving_at_once, 4, two_nodes_in_slices, 999) == [3 * 40] * 4
+
+
+def blocks_left() -> int:
+    collectives = in_shared_memory()
+    full, into = torch.zeros(400 * collectives.size), torch.zeros(400)
+    for _ in range(3):
+        collectives.gather(full, torch.ones(400)).wait()
+        collectives.reduce(full, into, is_first=True).wait()
+    dist.barrier()
+    hop = collectives._shared
+    assert hop._own._blocks.peak > 0, "the arena was used"
+    left = hop._own.live_blocks
+    collectives.close()
+    return left
+
+
+def test_blocks_in_shared_memory_are_given_back():
+    assert run_ranks(blocks_left, 3, timeout=60) == [0, 0, 0]

@@ -5,12 +5,13 @@ Reading order:
 * ``interface``: the protocols ``Collectives`` and ``JoinedSums``, the choice of an implementation, NCCL's.
 * ``messages``: point-to-point messages of gloo, each with a tag of its own, as ``Work``.
 * ``direct``: gather and reduce in one hop, adding in the order of the ranks.
+* ``shared_memory_hop``: the same through shared memory of the ranks of a node.
 * ``relay``: the background thread that forwards what has arrived.
 * ``hierarchical``: gather and reduce in two hops, between nodes and inside them.
 * ``hierarchical_all_reduce``: all-reduces in these hops, each hop in a thread of its own.
 * ``interleaved``: several collectives at a time, step by step in the relay thread.
 * ``all_reduce``: all-reduces in one or two hops.
-* ``gloo``: the implementation over messages, out of the six above.
+* ``gloo``: the implementation over messages, out of the seven above.
 * ``fusion_buffers``: sums of tensors of any size as all-reduces of one size.
 * ``shared_memory_sums``: sums of tensors in memory that all ranks of a node share.
 * ``host_staged``: the same for buffers of an accelerator that ranks share.

@@ -4,6 +4,7 @@ A reduction adds in the order of the ranks, like a single process that goes thro
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from torch import Tensor
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.handle import Handle, wait_for
 
-__all__ = ["add_up", "gather", "reduce"]
+__all__ = ["OneHop", "add_up", "gather", "reduce"]
+
+
+class OneHop(Protocol):
+    """Gather and reduce in one hop: this module, or another way from rank to rank."""
+
+    def gather(self, messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int, /) -> Handle[object]: ...
+    def reduce(
+        self, messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, /, *, is_first: bool
+    ) -> Handle[object]: ...
 
 
 def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Handle[object]:

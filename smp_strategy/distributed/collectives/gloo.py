@@ -26,6 +26,7 @@ from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES,
 from smp_strategy.distributed.collectives.hierarchical_all_reduce import HierarchicalAllReduces
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
 from smp_strategy.distributed.deadlock import BegunCollective
 from smp_strategy.distributed.handle import Handle, wait_for
 
@@ -42,6 +43,7 @@ class GlooCollectives:
         gathers_in_hops: Whether gathers, like reductions and all-reduces, go between nodes and then inside them.
         most_reduced: Buffers with more elements are reduced in slices; ``None``: none are.
         least_chunk_bytes: Smallest chunks into which a shard is cut for two hops.
+        shared: Hop through shared memory, if all ranks are on one node; ``None``: all parts are messages.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class GlooCollectives:
         gathers_in_hops: bool = True,
         most_reduced: int | None = None,
         least_chunk_bytes: int = LEAST_CHUNK_BYTES,
+        shared: SharedMemoryHop | None = None,
     ) -> None:
+        self._shared = shared
+        self._hop: direct.OneHop = direct if shared is None else shared
         self._gathers_in_hops = gathers_in_hops
         self._most_reduced = most_reduced
         self._messages = Messages(group)
@@ -78,7 +83,7 @@ class GlooCollectives:
         tag = self._messages.new_tags()
 
         def start() -> Handle[object]:
-            started = direct.gather(self._messages, parts, shard, tag)
+            started = self._hop.gather(self._messages, parts, shard, tag)
             _copy(parts[self.rank], shard)
             return started
 
@@ -98,14 +103,14 @@ class GlooCollectives:
         tag = self._messages.new_tags(len(runs))
         if len(runs) == 1:
             return self._start(
-                lambda: direct.reduce(self._messages, parts, into, tag, is_first=is_first), after, meeting
+                lambda: self._hop.reduce(self._messages, parts, into, tag, is_first=is_first), after, meeting
             )
 
         def in_turn() -> None:
             wait_for(after)
             for number, run in enumerate(runs):
                 of_run = [part[run] for part in parts]
-                direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
+                self._hop.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
 
         return meeting.work(self._relay.submit(in_turn).wait)
 
@@ -118,6 +123,8 @@ class GlooCollectives:
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
+        if self._shared is not None:
+            self._shared.close()
         if self._all_reduces_in_hops is not None:
             self._all_reduces_in_hops.close()
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.host_staged import HostStagedCollectives
+from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.handle import Handle, wait_for
+from smp_strategy.distributed.shared_arena import open_arenas
 
 __all__ = ["Collectives", "JoinedSums", "NativeCollectives", "collectives_of", "is_gloo"]
 
@@ -93,8 +95,9 @@ def collectives_of(
     *,
     gathers_in_hops: bool = True,
     most_reduced: int | None = None,
+    on_one_node: bool = False,
 ) -> Collectives:
-    """Collectives of ``group`` for buffers on ``device``.
+    """Collectives of ``group`` for buffers on ``device``. Collective over it if ``on_one_node``.
 
     Args:
         group: Ranks, node by node.
@@ -104,11 +107,20 @@ def collectives_of(
         gathers_in_hops: Whether that applies to gathers as well, not to reductions alone.
         most_reduced: Most elements of a buffer that are reduced at once. For gloo only: other backends need no memory
             of that size.
+        on_one_node: Whether the ranks are on one machine, so that they share memory if the system lets them.
     """
     if not is_gloo(group, device):
         return NativeCollectives(group)
-    messages = GlooCollectives(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
+    shared = _shared_memory(group) if on_one_node and is_host(device) else None
+    messages = GlooCollectives(
+        group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced, shared=shared
+    )
     return messages if is_host(device) else HostStagedCollectives(messages, device)
+
+
+def _shared_memory(group: dist.ProcessGroup) -> SharedMemoryHop | None:
+    own, theirs, failures = open_arenas(group)
+    return None if own is None or failures else SharedMemoryHop(group, own, theirs)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

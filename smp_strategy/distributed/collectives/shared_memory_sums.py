@@ -25,8 +25,7 @@ from smp_strategy.distributed.collectives.interleaved import Interleaved
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
-from smp_strategy.distributed.shared_arena import Arena, PeerArena
-from smp_strategy.distributed.torch_modes import outside_inference_mode
+from smp_strategy.distributed.shared_arena import Arena, PeerArena, tensor_in
 from smp_strategy.errors import SMPError
 
 __all__ = ["SharedMemorySums"]
@@ -95,7 +94,7 @@ class SharedMemorySums:
                 f"Sums of gradients fill the {self._own.address.capacity} bytes of shared memory. Set "
                 "`ddp_reduction=flat`."
             )
-        return start, _tensor(self._own.take(start, nbytes), dtype)
+        return start, tensor_in(self._own.take(start, nbytes), dtype)
 
     def _sum(self, mine: Tensor, start: int, tag: int, found: list[Tensor]) -> Iterator[None]:
         """Steps of a sum, which is put into ``found``."""
@@ -108,7 +107,7 @@ class SharedMemorySums:
         wait_for(under_way)
         starts = [int(each) for each in places]
         first = self._arenas[0]
-        total = mine if first is self._own else _tensor(first.take(starts[0], mine.nbytes, rank), mine.dtype)
+        total = mine if first is self._own else tensor_in(first.take(starts[0], mine.nbytes, rank), mine.dtype)
         part = slice(len(mine) * rank // messages.size, len(mine) * (rank + 1) // messages.size)
         add_up(
             total[part], (self._summand(other, starts, mine)[part] for other in range(1, len(starts))), is_first=False
@@ -124,9 +123,4 @@ class SharedMemorySums:
         arena = self._arenas[rank]
         if isinstance(arena, Arena):
             return mine
-        return _tensor(arena.peek(starts[rank], mine.nbytes), mine.dtype)
-
-
-def _tensor(memory: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    with outside_inference_mode():
-        return torch.empty(0, dtype=dtype, device="cpu").set_(memory)
+        return tensor_in(arena.peek(starts[rank], mine.nbytes), mine.dtype)
