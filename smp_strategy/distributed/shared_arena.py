@@ -113,15 +113,7 @@ class Arena:
         Raises:
             SMPError: there is no gap of that size.
         """
-        self._reclaim()
-        start = self._blocks.take(tensor.nbytes)
-        if start is None:
-            raise SMPError(
-                f"Messages to other stages fill the {self.address.capacity} bytes of shared memory. Set "
-                "`stage_transport=gloo`, or keep fewer tensors of other stages."
-            )
-        self._touched = max(self._touched, self._blocks.peak)
-        self._memory[_FLAGS + start // GRANULE] = 0
+        start = self.reserve(tensor.nbytes)
         first = self._first + start
         source = tensor.data_ptr()  # 0: a tensor of zeros that has no memory
         if source and tensor.stride() == strides and not (tensor.is_conj() or tensor.is_neg()):
@@ -132,6 +124,23 @@ class Arena:
             block.set_(self._bytes.untyped_storage(), first // tensor.itemsize, tensor.shape, strides)
             block.copy_(tensor)
         return start
+
+    def reserve(self, nbytes: int) -> int:
+        """Start of a new block of ``nbytes``, of which nothing is known; errors are those of :meth:`put`."""
+        self._reclaim()
+        start = self._blocks.take(nbytes)
+        if start is None:
+            raise SMPError(
+                f"Messages to other stages fill the {self.address.capacity} bytes of shared memory. Set "
+                "`stage_transport=gloo`, or keep fewer tensors of other stages."
+            )
+        self._touched = max(self._touched, self._blocks.peak)
+        self._memory[_FLAGS + start // GRANULE] = 0
+        return start
+
+    def view(self, start: int, nbytes: int) -> Tensor:
+        """The first ``nbytes`` of the block that begins at ``start``, as ``uint8``."""
+        return self._bytes[self._first + start : self._first + start + nbytes]
 
     def trim(self) -> None:
         """End a step: give the system back what the last :data:`STEPS_KEPT` steps with new blocks have not needed."""
