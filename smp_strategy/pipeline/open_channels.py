@@ -6,7 +6,6 @@ accelerators are tried with data, the best one first; two ranks take the first o
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -23,7 +22,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel, GlooChannel
 from smp_strategy.pipeline.device_channels.paths import StagePlaces, device_paths
-from smp_strategy.pipeline.device_channels.probe import probe
+from smp_strategy.pipeline.device_channels.probe import give_up, probe
 from smp_strategy.pipeline.shared_memory_channel import SharedMemoryChannel
 from smp_strategy.pipeline.transport import Transport
 
@@ -86,14 +85,13 @@ def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: 
         opened = path.open(left)
         failed = probe(opened, places.group, places.device)
         for peer, channel in opened.items():
-            if isinstance(channel, Channel) and peer in failed:
-                with suppress(RuntimeError):
-                    channel.close()
-            elif isinstance(channel, Channel):
-                channels[peer] = channel
-                left.discard(peer)
             if peer in failed:
                 declined[peer].append(f"{path.name}: {failed[peer]}")
+                if not isinstance(channel, str):
+                    give_up(channel)
+            elif not isinstance(channel, str):
+                channels[peer] = channel
+                left.discard(peer)
         if chosen != "auto":
             lacking = {peer: failed[peer] for peer in path.demanded(sorted(failed))}
             _refuse(chosen, lacking, places.group)

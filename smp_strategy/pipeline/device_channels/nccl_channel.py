@@ -4,8 +4,8 @@ Each direction is an edge with a communicator and a stream of its own; an order 
 announcements (:mod:`~smp_strategy.pipeline.device_channels.message_order`). The header says which number the tensor
 has. No host waits for the device.
 
-Small tensors are in the header, by way of the host: they need one message of gloo instead of two, and do not queue up
-behind large ones on the edge. A copy to the host takes some microseconds, about as long as a kernel of NCCL.
+Small tensors do not queue up behind large ones on the edge, and need one message of gloo instead of two. Their copies
+to the host and back take some microseconds each, about as long as a kernel of NCCL.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
-from smp_strategy.distributed.host_copies import HostCopies, Landed, OnHost
+from smp_strategy.distributed.host_copies import HostCopies, Landed
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel, Header
+from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
 from smp_strategy.pipeline.device_channels.message_order import (
     AnnouncementReader,
     AnnouncementWriter,
@@ -39,7 +39,7 @@ FAREWELL_SECONDS: Final = 5.0
 
 
 @final
-class NcclChannel(Channel):
+class NcclChannel(DeviceChannel):
     """Channel over two edges, one in each direction.
 
     Args:
@@ -57,22 +57,17 @@ class NcclChannel(Channel):
         small: Channel,
         keeper: "OrderKeeper | None" = None,
     ) -> None:
-        self._outgoing, self._incoming, self._copies, self._small = outgoing, incoming, copies, small
+        super().__init__("NCCL", LEAST_BYTES, small)
+        self._outgoing, self._incoming, self._copies = outgoing, incoming, copies
         self._keeper = keeper
 
-    def post(self, tensor: Tensor, spec: TensorSpec) -> Tensor | OnHost:
-        if not _is_large(spec):
-            return self._small.post(tensor, spec)
-        tensor = tensor.detach().to(spec.dtype)
+    def post_large(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         message = self._copies.snapshot(tensor, dense_strides(tensor))
         with outside_inference_mode():
             elements = message.as_strided((message.numel(),), (1,)).view(torch.uint8)
         return place_header(tensor.stride(), self._outgoing.send(elements))
 
-    def header(self, spec: TensorSpec) -> Header:
-        if not _is_large(spec):
-            return self._small.header(spec)
-
+    def header_of_large(self, spec: TensorSpec) -> Header:
         def take(strides: Sequence[int], words: Sequence[int]) -> Landed:
             dense, last = received_strides(spec, strides)
             elements, copied = self._incoming.take(words[0])
@@ -85,22 +80,13 @@ class NcclChannel(Channel):
 
         return PlaceHeader(spec, 1, take, goes_on=True)
 
-    def path_of(self, spec: TensorSpec) -> str:
-        return "NCCL" if _is_large(spec) else self._small.path_of(spec)
-
-    def trim(self) -> None:
+    def settle(self) -> None:
         if self._keeper is not None:
             self._keeper.settle()
-        self._small.trim()
 
-    def close(self) -> None:
+    def release(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
-        self._small.close()
-
-
-def _is_large(spec: TensorSpec) -> bool:
-    return spec.nbytes >= LEAST_BYTES and not is_host(spec.device)
 
 
 @final

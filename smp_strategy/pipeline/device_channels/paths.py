@@ -18,6 +18,7 @@ from smp_strategy.distributed.device_paths.ordered_edge import NcclEdge, Ordered
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.pipeline.channel import Channel
+from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
 from smp_strategy.pipeline.device_channels.nccl_channel import NcclChannel, OrderKeeper
 from smp_strategy.pipeline.device_channels.probe import PATTERN_BYTES
 from smp_strategy.pipeline.device_channels.slot_channel import SlotChannel
@@ -57,7 +58,7 @@ class DevicePath(ABC):
     name: str
 
     @abstractmethod
-    def open(self, peers: Collection[int]) -> dict[int, Channel | str]:
+    def open(self, peers: Collection[int]) -> dict[int, DeviceChannel | str]:
         """Open a channel to each of ``peers``, or give the reason why there is none. Collective over all ranks."""
 
     def demanded(self, peers: Collection[int]) -> Collection[int]:
@@ -85,10 +86,10 @@ class SlotPath(DevicePath):
         self.option, self.name = option, name
         self._places, self._memory = places, memory
 
-    def open(self, peers: Collection[int]) -> dict[int, Channel | str]:
+    def open(self, peers: Collection[int]) -> dict[int, DeviceChannel | str]:
         return {peer: self._channel(peer) for peer in peers}
 
-    def _channel(self, peer: int) -> Channel | str:
+    def _channel(self, peer: int) -> DeviceChannel | str:
         places = self._places
         if places.arena is None or peer not in places.arenas:
             return "the ranks share no memory of the host"
@@ -128,7 +129,7 @@ class NcclPath(DevicePath):
     def demanded(self, peers: Collection[int]) -> Collection[int]:
         return [peer for peer in peers if self._is_neighbour(peer)]
 
-    def open(self, peers: Collection[int]) -> dict[int, Channel | str]:
+    def open(self, peers: Collection[int]) -> dict[int, DeviceChannel | str]:
         here = dist.get_rank()
         identity = device_memory(self._places.device)
         told = {
@@ -137,7 +138,7 @@ class NcclPath(DevicePath):
                 (here, identity and identity.identity, self._is_available, self.demanded(peers)), _DOING
             )
         }
-        reasons: dict[int, Channel | str] = {}
+        reasons: dict[int, DeviceChannel | str] = {}
         for peer in peers:
             if not self._is_neighbour(peer):
                 reasons[peer] = "the stages are no neighbours"
@@ -156,7 +157,7 @@ class NcclPath(DevicePath):
         edges = {(one, other): self._new_edge(one, other) for one, other in pairs}
         return reasons | {peer: self._channel(edges, peer) for peer in peers if peer not in reasons}
 
-    def _channel(self, edges: Mapping[tuple[int, int], OrderedEdge | None], peer: int) -> Channel | str:
+    def _channel(self, edges: Mapping[tuple[int, int], OrderedEdge | None], peer: int) -> DeviceChannel | str:
         places, here = self._places, dist.get_rank()
         outgoing, incoming = edges.get((here, peer)), edges.get((peer, here))
         if outgoing is None or incoming is None:

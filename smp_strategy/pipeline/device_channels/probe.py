@@ -20,8 +20,9 @@ from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.torch_modes import ThreadModes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel
+from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
 
-__all__ = ["PROBE_SECONDS", "probe"]
+__all__ = ["PATTERN_BYTES", "PROBE_SECONDS", "give_up", "probe"]
 
 PROBE_SECONDS: Final = 60.0
 """Longest wait for one step of a trial: the first message may load libraries and connect machines."""
@@ -29,24 +30,19 @@ PATTERN_BYTES: Final = 1 << 20
 ROUNDS: Final = 3
 """The later ones use memory again."""
 _ADDITIONS: Final = 50
+_FAREWELL_SECONDS: Final = 5.0
 _DOING: Final = "a trial of the paths between stages"
 
 T = TypeVar("T")
 
 
-def probe(
-    opened: Mapping[int, Channel | str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    seconds: float = PROBE_SECONDS,
-) -> dict[int, str]:
+def probe(opened: Mapping[int, DeviceChannel | str], group: dist.ProcessGroup, device: torch.device) -> dict[int, str]:
     """Try a channel to each of some ranks. Collective over ``group``.
 
     Args:
         opened: channel by the global rank of the other end, or the reason why there is none.
         group: process group of the stages.
         device: device of this rank.
-        seconds: longest wait for one step.
 
     Returns:
         Reason by global rank of the other end, the same for both ends; those without a reason can be used.
@@ -54,9 +50,11 @@ def probe(
     here = dist.get_rank()
     failed = _agreed({peer: each for peer, each in opened.items() if isinstance(each, str)}, group)
     for turn in range(ROUNDS):
-        channels = {peer: each for peer, each in opened.items() if peer not in failed and isinstance(each, Channel)}
+        channels = {
+            peer: each for peer, each in opened.items() if peer not in failed and isinstance(each, DeviceChannel)
+        }
         attempts = {
-            peer: _attempt(partial(_posted, channel, _pattern(here, peer, turn), device), device, seconds)
+            peer: _attempt(partial(_posted, channel, _pattern(here, peer, turn), device), device)
             for peer, channel in channels.items()
         }
         own = {peer: each for peer, each in attempts.items() if isinstance(each, bytes)}
@@ -65,11 +63,16 @@ def probe(
         for peer, channel in channels.items():
             if peer in own and here in told[peer]:
                 arrives = partial(_arrives, channel, told[peer][here], _pattern(peer, here, turn), device)
-                same = _attempt(arrives, device, seconds)
+                same = _attempt(arrives, device)
                 if same is not True:
                     found[peer] = same or "the data that arrived was wrong"
         failed |= _agreed(found, group)
     return failed
+
+
+def give_up(channel: DeviceChannel) -> None:
+    """Free what belongs to a channel that has failed, as far as that is possible within some seconds."""
+    StoreCall(channel.release).within(_FAREWELL_SECONDS)
 
 
 def _agreed(reasons: Mapping[int, str], group: dist.ProcessGroup) -> dict[int, str]:
@@ -83,7 +86,7 @@ def _agreed(reasons: Mapping[int, str], group: dist.ProcessGroup) -> dict[int, s
     return {peer: reason for pair, reason in pairs.items() if here in pair for peer in pair - {here}}
 
 
-def _attempt(call: Callable[[], T], device: torch.device, seconds: float) -> T | str:
+def _attempt(call: Callable[[], T], device: torch.device) -> T | str:
     """Result of ``call``, or the reason why it has none."""
     modes = ThreadModes(device)
 
@@ -92,8 +95,8 @@ def _attempt(call: Callable[[], T], device: torch.device, seconds: float) -> T |
             return call()
 
     attempt = StoreCall(run)
-    if not attempt.within(seconds):
-        return f"no answer within {seconds:.0f} s"
+    if not attempt.within(PROBE_SECONDS):
+        return f"no answer within {PROBE_SECONDS:.0f} s"
     try:
         return attempt.get()
     except Exception as error:

@@ -2,7 +2,7 @@
 
 The header contains the size of the slot and its start, which is its name. If no slot is free, and no more may be made,
 the tensor goes through a block of the arena that is not page-locked, and the header has 0 as size: slower, but nobody
-waits. Small tensors are in the header, by way of the host.
+waits.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import HostCopies, Landed, OnHost, StreamEvent
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel, Header
+from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
 from smp_strategy.pipeline.device_channels.slot_memories import SlotMemory
 from smp_strategy.pipeline.device_channels.slots import LentSlots, SlotPool
 from smp_strategy.pipeline.place_header import PlaceHeader, place_header
@@ -30,7 +30,7 @@ _LOG: Final = logging.getLogger("smp_strategy")
 
 
 @final
-class SlotChannel(Channel):
+class SlotChannel(DeviceChannel):
     """Channel to a stage through slots in both directions.
 
     Args:
@@ -45,14 +45,12 @@ class SlotChannel(Channel):
     """
 
     def __init__(self, memory: SlotMemory, own: Arena, theirs: PeerArena, copies: HostCopies, small: Channel) -> None:
-        self._memory, self._own, self._theirs, self._copies, self._small = memory, own, theirs, copies, small
+        super().__init__(memory.name, memory.least_bytes, small)
+        self._memory, self._own, self._theirs, self._copies = memory, own, theirs, copies
         self.outgoing = SlotPool(memory.new, memory.most_bytes)
         self._incoming = LentSlots(memory.open)
 
-    def post(self, tensor: Tensor, spec: TensorSpec) -> Tensor | OnHost:
-        if not self._takes(spec):
-            return self._small.post(tensor, spec)
-        tensor = tensor.detach().to(spec.dtype)
+    def post_large(self, tensor: Tensor, spec: TensorSpec) -> Tensor | OnHost:
         dense = dense_strides(tensor)
         slot = self.outgoing.lend(spec.nbytes)
         if slot is None:
@@ -61,32 +59,22 @@ class SlotChannel(Channel):
         copied = self._memory.fill(slot, tensor, _seen_as(slot.memory, spec, dense))
         return header if copied is None else OnHost(header, copied)
 
-    def header(self, spec: TensorSpec) -> Header:
+    def header_of_large(self, spec: TensorSpec) -> Header:
         self._incoming.sweep()
-        if not self._takes(spec):
-            return self._small.header(spec)
 
         def take(strides: Sequence[int], words: Sequence[int]) -> Landed:
             return self._take(spec, strides, *words)
 
         return PlaceHeader(spec, 2, take, goes_on=True)
 
-    def path_of(self, spec: TensorSpec) -> str:
-        return self._memory.name if self._takes(spec) else self._small.path_of(spec)
-
-    def trim(self) -> None:
+    def settle(self) -> None:
         self._incoming.sweep()
-        self._small.trim()
 
-    def close(self) -> None:
+    def release(self) -> None:
         self._incoming.wait()
         self._incoming.slots.clear()
         self._memory.close()
         self.outgoing.slots.clear()
-        self._small.close()
-
-    def _takes(self, spec: TensorSpec) -> bool:
-        return spec.nbytes >= self._memory.least_bytes and not is_host(spec.device)
 
     def _take(self, spec: TensorSpec, strides: Sequence[int], nbytes: int, start: int) -> Landed:
         dense, last = received_strides(spec, strides)

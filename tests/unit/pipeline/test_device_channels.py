@@ -12,8 +12,8 @@ from random import Random
 import pytest
 import torch
 
+import smp_strategy.pipeline.device_channels.device_channel as device_channel
 import smp_strategy.pipeline.device_channels.nccl_channel as nccl
-import smp_strategy.pipeline.device_channels.slot_channel as slot_channel
 from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -30,8 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def everything_is_large_and_on_a_device(monkeypatch):
-    for module in (nccl, slot_channel):
-        monkeypatch.setattr(module, "is_host", lambda device: False)
+    monkeypatch.setattr(device_channel, "is_host", lambda device: False)
     monkeypatch.setattr(nccl, "LEAST_BYTES", 1)
     for memory in (IpcSlots, PageLockedSlots):
         monkeypatch.setattr(memory, "least_bytes", 1)
@@ -167,8 +166,10 @@ def through_nccl(devices, ways, order=IncomingOrder):
         way.sender, way.receiver = channels[here], channels[1 - here]
 
 
-def test_messages_through_nccl_arrive_in_ten_thousand_programs():
-    for seed in range(10_000):
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("thousand", range(10))
+def test_messages_through_nccl_arrive_in_ten_thousand_programs(thousand):
+    for seed in range(1000 * thousand, 1000 * (thousand + 1)):
         run(seed, through_nccl)
 
 
@@ -245,10 +246,12 @@ def host_slots(own, theirs, device):
     return PageLockedSlots(own, theirs, device, is_page_aligned, is_page_aligned)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make", [device_slots, host_slots])
-def test_messages_through_slots_arrive_in_a_thousand_programs(make):
+@pytest.mark.parametrize("part", range(5))
+def test_messages_through_slots_arrive_in_a_thousand_programs(part, make):
     beside = inside = 0
-    for seed in range(1000):
+    for seed in range(200 * part, 200 * (part + 1)):
         channels, arenas = run(seed, through_slots(make), num_messages=10)
         for channel in channels:
             beside += channel.outgoing.num_lacking
@@ -257,8 +260,8 @@ def test_messages_through_slots_arrive_in_a_thousand_programs(make):
         for channel, arena in zip(channels, arenas, strict=True):
             channel.close()
             arena.close()
-    assert beside > 1000, "all found a slot"
-    assert inside > 2000
+    assert beside > 200, "all found a slot"
+    assert inside > 400
 
 
 def run_many(make):
