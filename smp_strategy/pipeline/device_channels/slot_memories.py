@@ -28,7 +28,7 @@ from smp_strategy.distributed.device_paths.page_locking import page_lock, page_u
 from smp_strategy.distributed.host_copies import HostCopies, Landed, StreamEvent
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.distributed.torch_modes import outside_inference_mode
-from smp_strategy.pipeline.device_channels.slots import CONTROL_BYTES, Slot
+from smp_strategy.pipeline.device_channels.slots import CONTROL_BYTES, MessageSlot
 
 __all__ = ["IpcSlots", "PageLockedSlots", "SlotMemory"]
 
@@ -50,15 +50,15 @@ class SlotMemory(ABC):
     most_bytes: int
 
     @abstractmethod
-    def new(self, nbytes: int) -> Slot:
+    def new(self, nbytes: int) -> MessageSlot:
         """New slot of this rank; raises ``RuntimeError`` if there is no memory."""
 
     @abstractmethod
-    def open(self, start: int, nbytes: int) -> Slot:
-        """Slot of the other rank."""
+    def open(self, start: int, nbytes: int) -> MessageSlot:
+        """MessageSlot of the other rank."""
 
     @abstractmethod
-    def fill(self, slot: Slot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
+    def fill(self, slot: MessageSlot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
         """Begin to copy ``tensor`` to ``target``, which has the memory of ``slot``.
 
         Later changes of ``tensor`` do not reach it.
@@ -68,7 +68,7 @@ class SlotMemory(ABC):
         """
 
     @abstractmethod
-    def fetch(self, slot: Slot, source: Tensor, strides: tuple[int, ...]) -> Landed:
+    def fetch(self, slot: MessageSlot, source: Tensor, strides: tuple[int, ...]) -> Landed:
         """Begin to copy ``source``, which has the memory of ``slot``, to a new tensor with these ``strides``."""
 
     @abstractmethod
@@ -104,17 +104,17 @@ class PageLockedSlots(SlotMemory):
         self._lock, self._unlock = lock, unlock
         self._locked: list[Tensor] = []
 
-    def new(self, nbytes: int) -> Slot:
+    def new(self, nbytes: int) -> MessageSlot:
         start = self._own.reserve(CONTROL_BYTES + nbytes)
         return self._slot(start, self._own.view(start, CONTROL_BYTES + nbytes), is_new=True)
 
-    def open(self, start: int, nbytes: int) -> Slot:
+    def open(self, start: int, nbytes: int) -> MessageSlot:
         return self._slot(start, _block(self._theirs, start, CONTROL_BYTES + nbytes))
 
-    def fill(self, slot: Slot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
+    def fill(self, slot: MessageSlot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
         return self._copies.out_to(self._copies.snapshot(tensor, target.stride()), target)
 
-    def fetch(self, slot: Slot, source: Tensor, strides: tuple[int, ...]) -> Landed:
+    def fetch(self, slot: MessageSlot, source: Tensor, strides: tuple[int, ...]) -> Landed:
         return self._copies.bring(source, strides)
 
     def close(self) -> None:
@@ -122,13 +122,13 @@ class PageLockedSlots(SlotMemory):
             with suppress(RuntimeError):  # the device has failed
                 self._unlock(self._locked.pop())
 
-    def _slot(self, start: int, block: Tensor, *, is_new: bool = False) -> Slot:
+    def _slot(self, start: int, block: Tensor, *, is_new: bool = False) -> MessageSlot:
         control, memory = block[:CONTROL_BYTES], block[CONTROL_BYTES:]
         self._lock(memory)
         self._locked.append(memory)
         if is_new:
             control[0] = 1
-        return Slot(start, control, memory)
+        return MessageSlot(start, control, memory)
 
 
 @final
@@ -149,7 +149,7 @@ class IpcSlots(SlotMemory):
     def __init__(self, own: Arena, theirs: PeerArena, ipc: DeviceIpc) -> None:
         self._own, self._theirs, self._ipc = own, theirs, ipc
 
-    def new(self, nbytes: int) -> Slot:
+    def new(self, nbytes: int) -> MessageSlot:
         memory = self._ipc.allocate(nbytes)
         written, event = self._ipc.new_event()
         names = self._ipc.export(memory), event
@@ -160,23 +160,23 @@ class IpcSlots(SlotMemory):
             raise RuntimeError(f"the name of memory of the device is too long: {len(told)} bytes")
         control[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         control[0] = 1
-        return Slot(start, control, memory, written)
+        return MessageSlot(start, control, memory, written)
 
-    def open(self, start: int, nbytes: int) -> Slot:
+    def open(self, start: int, nbytes: int) -> MessageSlot:
         control = _block(self._theirs, start, CONTROL_BYTES)
         told = control.numpy().tobytes()
         begin = struct.calcsize(_LENGTHS)
         of_memory, of_event = struct.unpack_from(_LENGTHS, told)
         memory = self._ipc.open(told[begin : begin + of_memory])
         written = self._ipc.open_event(told[begin + of_memory : begin + of_memory + of_event])
-        return Slot(start, control, memory, written)
+        return MessageSlot(start, control, memory, written)
 
-    def fill(self, slot: Slot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
+    def fill(self, slot: MessageSlot, tensor: Tensor, target: Tensor) -> StreamEvent | None:
         assert slot.written is not None
         self._ipc.write(tensor, target, slot.written)
         return None
 
-    def fetch(self, slot: Slot, source: Tensor, strides: tuple[int, ...]) -> Landed:
+    def fetch(self, slot: MessageSlot, source: Tensor, strides: tuple[int, ...]) -> Landed:
         assert slot.written is not None
         return self._ipc.read(source, strides, slot.written)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smp_strategy.distributed.host_copies import StreamEvent
 
-__all__ = ["CONTROL_BYTES", "LentSlots", "Slot", "SlotPool"]
+__all__ = ["CONTROL_BYTES", "LentSlots", "MessageSlot", "SlotPool"]
 
 CONTROL_BYTES: Final = 1 << 14
 """Size of the memory of a slot that both ranks map: the flag, then what the kind of memory needs."""
@@ -24,7 +24,7 @@ _STEPS_PER_DOUBLING: Final = 4
 
 
 @final
-class Slot:
+class MessageSlot:
     """A slot, at the sender or the receiver.
 
     Args:
@@ -65,9 +65,9 @@ class SlotPool:
         error: the last error of ``make``, after which messages go on without a slot.
     """
 
-    def __init__(self, make: Callable[[int], Slot], most_bytes: int) -> None:
+    def __init__(self, make: Callable[[int], MessageSlot], most_bytes: int) -> None:
         self._make, self._most_bytes = make, most_bytes
-        self.slots: list[Slot] = []
+        self.slots: list[MessageSlot] = []
         self.num_lacking = 0
         self.error: RuntimeError | None = None
 
@@ -75,7 +75,7 @@ class SlotPool:
         """Make the first slot; raises the error of ``make``."""
         self.slots.append(self._make(_rounded(nbytes)))
 
-    def lend(self, nbytes: int) -> Slot | None:
+    def lend(self, nbytes: int) -> MessageSlot | None:
         """Lend the smallest free slot of at least ``nbytes``, or a new one; ``None``: there is none."""
         free = [slot for slot in self.slots if slot.memory.nbytes >= nbytes and slot.is_free]
         slot = min(free, key=lambda each: each.memory.nbytes) if free else self._new(_rounded(nbytes))
@@ -85,7 +85,7 @@ class SlotPool:
             slot.lend()
         return slot
 
-    def _new(self, nbytes: int) -> Slot | None:
+    def _new(self, nbytes: int) -> MessageSlot | None:
         if self.slots and sum(slot.memory.nbytes for slot in self.slots) + nbytes > self._most_bytes:
             return None
         try:
@@ -105,13 +105,13 @@ class LentSlots:
         open_slot: opens the slot whose block begins there and whose memory has that many bytes.
     """
 
-    def __init__(self, open_slot: Callable[[int, int], Slot]) -> None:
+    def __init__(self, open_slot: Callable[[int, int], MessageSlot]) -> None:
         self._open = open_slot
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, MessageSlot] = {}
         self._busy: list[tuple[StreamEvent, Callable[[], None]]] = []
         self._lock = Lock()
 
-    def at(self, start: int, nbytes: int) -> Slot:
+    def at(self, start: int, nbytes: int) -> MessageSlot:
         """The slot whose block begins at ``start``, opened at its first message."""
         with self._lock:
             if start not in self.slots:

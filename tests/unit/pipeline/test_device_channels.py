@@ -22,7 +22,7 @@ from smp_strategy.pipeline.device_channels.message_order import IncomingOrder, O
 from smp_strategy.pipeline.device_channels.nccl_channel import NcclChannel
 from smp_strategy.pipeline.device_channels.slot_channel import SlotChannel
 from smp_strategy.pipeline.device_channels.slot_memories import IpcSlots, PageLockedSlots
-from smp_strategy.pipeline.device_channels.slots import CONTROL_BYTES, Slot, SlotPool
+from smp_strategy.pipeline.device_channels.slots import CONTROL_BYTES, MessageSlot, SlotPool
 from tests.unit.pipeline.simulated_streams import Machine, SimulatedCopies, SimulatedEdge, SimulatedIpc
 
 MIB = 1 << 20
@@ -290,7 +290,7 @@ def given_back_early(monkeypatch):
 
 def never_lent(monkeypatch):
     """The sender uses a slot that is not free."""
-    monkeypatch.setattr(Slot, "lend", lambda self: None)
+    monkeypatch.setattr(MessageSlot, "lend", lambda self: None)
 
 
 @pytest.mark.parametrize("break_rule", [unrecorded, given_back_early, never_lent])
@@ -318,7 +318,7 @@ def test_all_slots_are_given_back(make):
 
 
 def slot_of(nbytes):
-    return Slot(0, torch.ones(1, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8))
+    return MessageSlot(0, torch.ones(1, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8))
 
 
 def test_a_pool_lends_the_smallest_free_slot_and_keeps_its_limit():
