@@ -162,7 +162,8 @@ class HostCopies:
             # Allocated on the copying stream: the copy waits for nothing that computes.
             tensor = torch.empty_strided(source.shape, strides, dtype=source.dtype, device=self.device)
             tensor.copy_(source, non_blocking=True)
-            _record_use(source, self._inwards)
+            if not is_host(source.device):
+                _record_use(source, self._inwards)
             return Landed(tensor, self._inwards.record_event())
 
 

@@ -79,7 +79,7 @@ def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: 
     left = set(places.stage_ranks) - {dist.get_rank()}
     declined: dict[int, list[str]] = {peer: [] for peer in left}
     paths = [path for path in device_paths(places) if chosen in ("auto", path.option)]
-    if chosen != "auto" and not paths:
+    if chosen in _OF_DEVICES and not paths:
         raise ConfigError(f"`stage_transport={chosen}` does not exist for tensors on {places.device}. Use `auto`.")
     for path in paths:
         opened = path.open(left)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed.deadlock import beside
 from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
 from smp_strategy.distributed.host_copies import Landed
 from smp_strategy.distributed.message_tags import ANNOUNCEMENTS, NUM_ANNOUNCEMENTS
@@ -164,22 +163,21 @@ class AnnouncementReader:
 def _read(incoming: IncomingOrder, group: dist.ProcessGroup, peer: int, broken: Callable[[], None]) -> None:
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     failed = False
-    with beside():
-        for number in count():
-            try:
-                group.recv([size], peer, ANNOUNCEMENTS + number % NUM_ANNOUNCEMENTS).wait(_FOREVER)
-            except RuntimeError as error:
-                incoming.fail(error)
-                broken()
-                return
-            nbytes = int(size.item())
-            if nbytes == _END:
-                return
-            if failed:
-                continue  # to let the sender go on until it learns of the failure
-            try:
-                incoming.announced(nbytes)
-            except Exception as error:
-                failed = True
-                incoming.fail(error)
-                broken()
+    for number in count():
+        try:
+            group.recv([size], peer, ANNOUNCEMENTS + number % NUM_ANNOUNCEMENTS).wait(_FOREVER)
+        except RuntimeError as error:
+            incoming.fail(error)
+            broken()
+            return
+        nbytes = int(size.item())
+        if nbytes == _END:
+            return
+        if failed:
+            continue  # to let the sender go on until it learns of the failure
+        try:
+            incoming.announced(nbytes)
+        except Exception as error:
+            failed = True
+            incoming.fail(error)
+            broken()

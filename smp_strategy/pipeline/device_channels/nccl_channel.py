@@ -116,10 +116,11 @@ class OrderKeeper:
         """End the edges, together with the other rank unless that is gone."""
         with suppress(RuntimeError):  # its connection is broken
             self._writer.end()
-        has_ended = self._reader.join(FAREWELL_SECONDS)
+        is_broken = not self._reader.join(FAREWELL_SECONDS) or self.incoming.is_broken
         for edge in self._edges:
-            edge.close(is_broken=not has_ended or self.incoming.is_broken)
+            edge.close(is_broken=is_broken)
 
     def _break_off(self) -> None:
         for edge in self._edges:
-            edge.close(is_broken=True)
+            with suppress(RuntimeError):  # there is another error to tell
+                edge.close(is_broken=True)

@@ -5,6 +5,7 @@ What is possible shows when the channels are tried (:mod:`~smp_strategy.pipeline
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple, final
 
 import torch
@@ -15,6 +16,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device_memory import device_memory
 from smp_strategy.distributed.device_paths.device_ipc import CudaIpc
 from smp_strategy.distributed.device_paths.ordered_edge import NcclEdge, OrderedEdge, nccl_options
+from smp_strategy.distributed.device_paths.page_locking import page_lock, page_unlock
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.pipeline.channel import Channel
@@ -130,38 +132,19 @@ class NcclPath(DevicePath):
         return [peer for peer in peers if self._is_neighbour(peer)]
 
     def open(self, peers: Collection[int]) -> dict[int, DeviceChannel | str]:
-        here = dist.get_rank()
-        identity = device_memory(self._places.device)
-        told = {
-            rank: (each, is_available, set(wanted))
-            for rank, each, is_available, wanted in collectives.gather_objects(
-                (here, identity and identity.identity, self._is_available, self.demanded(peers)), _DOING
-            )
-        }
-        reasons: dict[int, DeviceChannel | str] = {}
-        for peer in peers:
-            if not self._is_neighbour(peer):
-                reasons[peer] = "the stages are no neighbours"
-            elif not (told[here][1] and told[peer][1]):
-                reasons[peer] = "a rank has no NCCL"
-            elif told[here][0] is not None and told[here][0] == told[peer][0]:
-                reasons[peer] = "both ranks use the same GPU"
+        memory = device_memory(self._places.device)
+        mine = _Wish(memory and memory.identity, self._is_available, frozenset(self.demanded(peers)))
+        wishes = dict(collectives.gather_objects((dist.get_rank(), mine), _DOING))
         # All ranks make the groups of all edges, in one order.
-        pairs = sorted(
-            (one, other)
-            for one, (identity_of_one, has_one, wanted) in told.items()
-            for other in wanted
-            if has_one and told[other][1] and one in told[other][2]
-            if identity_of_one is None or identity_of_one != told[other][0]
-        )
-        edges = {(one, other): self._new_edge(one, other) for one, other in pairs}
-        return reasons | {peer: self._channel(edges, peer) for peer in peers if peer not in reasons}
+        pairs = sorted((one, other) for one, wish in wishes.items() for other in wish.peers)
+        edges = {(one, other): self._new_edge(one, other) for one, other in pairs if not _why_not(wishes, one, other)}
+        return {peer: _why_not(wishes, dist.get_rank(), peer) or self._channel(edges, peer) for peer in peers}
 
-    def _channel(self, edges: Mapping[tuple[int, int], OrderedEdge | None], peer: int) -> DeviceChannel | str:
+    def _channel(self, edges: Mapping[tuple[int, int], OrderedEdge | None], peer: int) -> DeviceChannel:
         places, here = self._places, dist.get_rank()
-        outgoing, incoming = edges.get((here, peer)), edges.get((peer, here))
-        if outgoing is None or incoming is None:
-            return "the other rank takes another path"
+        outgoing, incoming = edges[here, peer], edges[peer, here]
+        assert outgoing is not None
+        assert incoming is not None
         keeper = OrderKeeper((outgoing, incoming), places.group, dist.get_group_rank(places.group, peer))
         return NcclChannel(keeper.outgoing, keeper.incoming, HostCopies(places.device), places.hosts[peer], keeper)
 
@@ -171,23 +154,47 @@ class NcclPath(DevicePath):
         return distance in (1, len(ranks) - 1)
 
 
+class _Wish(NamedTuple):
+    """A rank that asks for edges."""
+
+    identity: str | None
+    """Identity of its device, if it has one."""
+    has_nccl: bool
+    peers: frozenset[int]
+    """Ranks at the other ends."""
+
+
+def _why_not(wishes: Mapping[int, _Wish], one: int, other: int) -> str:
+    """Reason why two ranks get no edges, the same on all ranks; empty: they do."""
+    here, there = wishes[one], wishes[other]
+    if other not in here.peers or one not in there.peers:
+        return "the stages are no neighbours"
+    if not (here.has_nccl and there.has_nccl):
+        return "a rank has no NCCL"
+    return "both ranks use the same GPU" if here.identity is not None and here.identity == there.identity else ""
+
+
 def device_paths(places: StagePlaces) -> list[DevicePath]:
     """All paths between accelerators of this kind, the best one first."""
     device = places.device
     if device.type != "cuda":
         return []
+    lock, unlock = partial(page_lock, device=device), partial(page_unlock, device=device)
+
+    def ipc_slots(own: Arena, theirs: PeerArena) -> SlotMemory:
+        return IpcSlots(own, theirs, CudaIpc(device))
+
+    def page_locked_slots(own: Arena, theirs: PeerArena) -> SlotMemory:
+        return PageLockedSlots(own, theirs, HostCopies(device), lock, unlock)
+
     return [
-        SlotPath("cuda_ipc", IpcSlots.name, places, lambda own, theirs: IpcSlots(own, theirs, CudaIpc(device))),
-        SlotPath(
-            "shared_memory",
-            PageLockedSlots.name,
-            places,
-            lambda own, theirs: PageLockedSlots(own, theirs, HostCopies(device)),
-        ),
-        NcclPath(places, dist.is_nccl_available(), lambda one, other: _nccl_edge(device, one, other)),
+        SlotPath("cuda_ipc", IpcSlots.name, places, ipc_slots),
+        SlotPath("shared_memory", PageLockedSlots.name, places, page_locked_slots),
+        NcclPath(places, dist.is_nccl_available(), partial(_nccl_edge, device)),
     ]
 
 
 def _nccl_edge(device: torch.device, one: int, other: int) -> OrderedEdge | None:
+    """This rank's end of a new edge. Collective over all ranks, also over those that are not at its ends."""
     group = dist.new_group(sorted((one, other)), backend="nccl", pg_options=nccl_options())
     return NcclEdge(device, group) if dist.get_rank() in (one, other) else None

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.device_paths.device_ipc import DeviceIpc
-from smp_strategy.distributed.device_paths.page_locking import page_lock, page_unlock
 from smp_strategy.distributed.host_copies import HostCopies, Landed, StreamEvent
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.distributed.torch_modes import outside_inference_mode
@@ -84,7 +83,7 @@ class PageLockedSlots(SlotMemory):
         own: arena of this rank.
         theirs: arena of the other rank.
         copies: copies of this rank's device.
-        lock, unlock: lock memory, and undo it.
+        lock, unlock: page-lock memory, and undo it.
     """
 
     name = "shared page-locked memory"
@@ -97,8 +96,8 @@ class PageLockedSlots(SlotMemory):
         own: Arena,
         theirs: PeerArena,
         copies: HostCopies,
-        lock: Callable[[Tensor], None] = page_lock,
-        unlock: Callable[[Tensor], None] = page_unlock,
+        lock: Callable[[Tensor], None],
+        unlock: Callable[[Tensor], None],
     ) -> None:
         self._own, self._theirs, self._copies = own, theirs, copies
         self._lock, self._unlock = lock, unlock

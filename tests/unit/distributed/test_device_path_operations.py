@@ -16,6 +16,7 @@ from smp_strategy.pipeline.open_channels import open_channels
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.testing import run_ranks
 
+CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
 
@@ -41,9 +42,9 @@ class Runtime:
 def test_memory_is_locked_as_a_whole_and_unlocked():
     memory, runtime = torch.zeros(3, 1 << 12), Runtime(0)
     with mock.patch.object(torch.cuda, "cudart", return_value=runtime):
-        page_lock(memory)
+        page_lock(memory, CPU)
         assert runtime.locked == {memory.data_ptr(): (3 << 14, 1)}
-        page_unlock(memory)
+        page_unlock(memory, CPU)
     assert not runtime.locked
 
 
@@ -52,7 +53,7 @@ def test_a_refusal_of_the_driver_is_an_error():
         mock.patch.object(torch.cuda, "cudart", return_value=Runtime(801)),
         pytest.raises(RuntimeError, match="locking shared memory in RAM failed: 801"),
     ):
-        page_lock(torch.zeros(8))
+        page_lock(torch.zeros(8), CPU)
 
 
 class Queue:
@@ -110,7 +111,7 @@ def edge():
         mock.patch.object(ordered_edge, "current_stream", return_value=computing),
         mock.patch.object(torch.Tensor, "record_stream", side_effect=lambda stream: calls.append("memory is kept")),
     ):
-        yield NcclEdge(torch.device("cpu"), Group(calls)), calls
+        yield NcclEdge(CPU, Group(calls)), calls
 
 
 def test_a_send_follows_what_is_computed_on_a_stream_of_its_own(edge):
@@ -138,7 +139,7 @@ def test_a_broken_edge_is_not_waited_for(edge):
 
 def test_an_event_is_recorded_after_the_copy():
     calls = []
-    ipc = device_ipc.CudaIpc(torch.device("cpu"))
+    ipc = device_ipc.CudaIpc(CPU)
     target = mock.Mock(copy_=lambda source: calls.append("copy"))
     ipc.write(torch.zeros(1), target, SimpleNamespace(record=lambda: calls.append("record")))
     assert calls == ["copy", "record"]
