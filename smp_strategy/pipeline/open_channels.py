@@ -108,9 +108,9 @@ def _refuse(chosen: StageTransport, failed: Mapping[int, str], group: dist.Proce
 
 
 def _impossible(chosen: StageTransport, one: int, other: int, reason: str) -> ConfigError:
+    place = "" if chosen == "nccl" else ", or place the stages of a replica on one machine (`placement_strategy`)"
     return ConfigError(
-        f"`stage_transport={chosen}` is impossible between the ranks {one} and {other}: {reason}. Use `auto`, "
-        "or place the stages of a replica on one machine (`placement_strategy`)."
+        f"`stage_transport={chosen}` is impossible between the ranks {one} and {other}: {reason}. Use `auto`{place}."
     )
 
 

@@ -18,11 +18,13 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.device_channels.nccl_channel import NcclChannel
 from smp_strategy.pipeline.device_channels.slot_channel import SlotChannel
+from smp_strategy.pipeline.device_channels.slots import SlotPool
 from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.test_pipeline import assert_same, one_process, run_pipeline
 from tests.ranks.path_doubles import HOST, EdgeOfGloo, IpcOfHost, new_edge, with_paths
+from tests.ranks.test_transport import TENSORS
 
 PATHS = ("cuda_ipc", "shared_memory", "nccl")
 NAMES = {"cuda_ipc": "CUDA IPC", "shared_memory": "shared page-locked memory", "nccl": "NCCL", "gloo": "gloo"}
@@ -62,6 +64,38 @@ def test_weights_are_those_of_one_process(path, pp, options):
     ranks = run_ranks(trained, pp, path, {"pipeline_parallel_degree": pp, **options})
     assert_same(expected, ranks[0][0])
     assert all(count > 10 for _, count in ranks)
+
+
+def all_layouts(path: str, is_predicted: bool, has_slots: bool) -> list[Tensor]:
+    """All kinds of tensors from rank 0 to 1, in inference mode and outside of it."""
+    with_paths(path)
+    transport, found = connected(path), []
+    if not has_slots:
+        SlotPool.lend = lambda pool, nbytes: None
+    for tag, tensor in enumerate(TENSORS.values()):
+        spec = TensorSpec.of(tensor if is_predicted else tensor.contiguous())
+        with torch.inference_mode(tag % 2 == 0):
+            if transport.rank == 0:
+                transport.send(tensor, spec, 1, tag)
+            else:
+                found.append(transport.receive(spec, 0, tag).wait())
+    transport.flush()
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "has_slots"),
+    [("cuda_ipc", True), ("shared_memory", True), ("shared_memory", False), ("nccl", True)],
+)
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_a_tensor_arrives_with_its_own_layout(path, has_slots, is_predicted):
+    found = run_ranks(all_layouts, 2, path, is_predicted, has_slots)[1]
+    for tensor, (name, expected) in zip(found, TENSORS.items(), strict=True):
+        assert tensor.stride() == ((3, 1) if name == "expanded" else expected.stride()), name
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected), name
+        assert not tensor.is_inference()
 
 
 # The choice

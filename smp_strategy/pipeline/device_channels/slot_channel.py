@@ -99,7 +99,9 @@ class SlotChannel(DeviceChannel):
                 "way, through memory of the host."
             )
         start = self._own.reserve(tensor.nbytes)
-        on_host = self._copies.out(self._copies.snapshot(tensor, dense))
+        with outside_inference_mode():
+            elements = self._copies.snapshot(tensor, dense).as_strided((tensor.numel(),), (1,))
+        on_host = self._copies.out(elements)
         moved = _Moved(on_host, self._own.view(start, tensor.nbytes))
         return OnHost(place_header(tensor.stride(), 0, start), moved)
 

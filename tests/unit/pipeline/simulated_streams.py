@@ -101,6 +101,7 @@ class SimulatedCopies:
         return copy
 
     def out(self, tensor: Tensor) -> OnHost:
+        assert tensor.is_contiguous()
         memory = torch.full_like(tensor, GARBAGE)
         return OnHost(memory, self.out_to(tensor, memory))
 
