@@ -14,7 +14,7 @@ OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
 
 # Seconds that a part may take.
-PARTS=(correctness:120 training_step:120 activations:110 half_precision:60)
+PARTS=(correctness:110 stage_messages:80 training_step:95 activations:85 half_precision:50)
 
 lines=()
 ended=0

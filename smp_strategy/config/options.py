@@ -35,7 +35,7 @@ Schedule = Literal["interleaved", "simple", "1f1b", "zb-h1", "zb-h2", "zb-v", "a
 TraceDevice = Literal["cpu", "gpu"]
 RestoreModule = Literal["all", "rank_zero", "none"]
 Gather = Literal["auto", "step", "use"]
-StageTransport = Literal["auto", "shared_memory", "gloo"]
+StageTransport = Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo"]
 DDPReduction = Literal["auto", "hierarchical", "flat"]
 
 # ZB-V folds the model once: down the stages and up again.
@@ -66,8 +66,9 @@ class PipelineOptions:
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
     letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
     stage_transport: StageTransport = "auto"
-    """Path of large tensors between stages. ``auto``: ``shared_memory`` where both ranks can, else ``gloo``.
-    ``shared_memory``: an error where they cannot. ``gloo``: sockets. SageMaker has no such option."""
+    """Path of large tensors between stages. ``auto``: the best one that has worked in a trial, for tensors of CUDA
+    devices in the order ``cuda_ipc`` (memory of the device), ``shared_memory``, ``nccl``, ``gloo`` (sockets), else
+    ``shared_memory`` or ``gloo``. The others: an error where they are impossible. SageMaker has no such option."""
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")

@@ -9,6 +9,7 @@ Reading order:
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
 * ``pending_messages``: messages under way, kept alive with their memory.
 * ``shared_arena``, ``first_fit``: memory that processes of a machine share; the addresses in it (pure).
+* ``device_paths``: ways from one accelerator to another, each behind an interface of its own.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.

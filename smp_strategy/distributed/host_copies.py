@@ -10,16 +10,16 @@ to [2]::
 
             to the host   to the device   memory
     buffers   store         load          [1] the caller's, kept until the event; [2] the computing stream's
-    tensors   out           back          [1] torch's caching allocators';        [2] the copying stream's
+    tensors   out, out_to   back, bring   [1] torch's caching allocators';        [2] the copying stream's
 
 Messages need the second pair: a thread that receives starts the copy to the device and must not wait for what the
-computing stream has queued; whoever uses the tensor lets the stream wait. Stages send through the host because gloo can
-do nothing else, and because NCCL requires one order of all messages between two ranks, which stages under different
-schedules do not have.
+computing stream has queued; whoever uses the tensor lets the stream wait. ``out_to`` and ``bring`` are for memory that
+another process reads or has written.
 
 On a CPU a copy has finished when the call returns; the code is the same.
 """
 
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, final
 
@@ -40,6 +40,9 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the device has reached it."""
+
+    def wait(self) -> None:
+        """Order what this thread queues from now on, on its current stream, after it."""
 
 
 class OnHost(NamedTuple):
@@ -117,20 +120,50 @@ class HostCopies:
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         return target, _copy(self._inwards, source, target, [*after, self.now()])
 
+    def snapshot(self, tensor: Tensor, strides: Sequence[int]) -> Tensor:
+        """Copy ``tensor`` within its device, with these ``strides``, after what this thread has queued so far."""
+        with outside_inference_mode(), torch.no_grad():
+            copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            return copy.copy_(tensor)
+
     def out(self, tensor: Tensor) -> OnHost:
         """Begin to copy ``tensor``, which is contiguous and no longer modified, to new page-locked memory."""
-        with outside_inference_mode(), torch.no_grad():
+        with outside_inference_mode():
             memory = self.memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return OnHost(memory, self.out_to(tensor, memory))
+
+    def out_to(self, tensor: Tensor, memory: Tensor) -> StreamEvent:
+        """Begin to copy ``tensor``, which is no longer modified, to ``memory`` of the host, which the caller keeps.
+
+        Returns:
+            Event after the copy.
+        """
+        with outside_inference_mode(), torch.no_grad():
             copied = _copy(self._outwards, tensor, memory, [self.now()])
         _record_use(tensor, self._outwards)
-        return OnHost(memory, copied)
+        return copied
 
     def back(self, memory: Tensor) -> Landed:
         """Begin to copy ``memory``, which is page-locked, to a new tensor with the same strides on the device."""
+        return self.bring(memory, memory.stride())
+
+    def bring(self, source: Tensor, strides: Sequence[int], after: StreamEvent | None = None) -> Landed:
+        """Begin to copy ``source`` to a new tensor on the device.
+
+        Args:
+            source: tensor of a device, or of the host; PyTorch keeps memory that it has allocated until the event, and
+                the caller keeps other memory.
+            strides: strides of the new tensor.
+            after: event before which ``source`` must not be read, also one of another process.
+        """
         with outside_inference_mode(), torch.no_grad(), self._receiving, self._inwards:
+            if after is not None:
+                after.wait()
             # Allocated on the copying stream: the copy waits for nothing that computes.
-            tensor = torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device=self.device)
-            tensor.copy_(memory, non_blocking=True)
+            tensor = torch.empty_strided(source.shape, strides, dtype=source.dtype, device=self.device)
+            tensor.copy_(source, non_blocking=True)
+            if not is_host(source.device):
+                _record_use(source, self._inwards)
             return Landed(tensor, self._inwards.record_event())
 
 
@@ -142,6 +175,9 @@ class _Reached:
         return True
 
     def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ have ranges of its own::
     groups of stages             [0, 2^30)             moves and gradients: microbatch, move, direction
                                  [2^30, 3 * 2^29)      moves in hooks, counted within a hook
                                  [3 * 2^29, + 2^20)    results that stages share, in turn
+                          [13 * 2^27, + 2^20)   announcements of messages that NCCL carries, in turn
     every group                  [7 * 2^28, 2^31 - 16] reduced numbers: a digest, the lowest four bits 0
                                  2^31 - 6 .. 2^31 - 1  single purposes, below
 """
@@ -15,12 +16,14 @@ have ranges of its own::
 from typing import Final
 
 __all__ = [
+    "ANNOUNCEMENTS",
     "BANDWIDTH",
     "CLOCKS",
     "COMPARED",
     "HOOKS",
     "NEVER_SENT",
     "NUMBERS",
+    "NUM_ANNOUNCEMENTS",
     "NUM_FLAT_BUFFERS",
     "NUM_SHARED_RESULTS",
     "SHARED_RESULTS",
@@ -35,6 +38,10 @@ HOOKS: Final = 1 << 30
 SHARED_RESULTS: Final = 3 << 29
 """First tag of results that stages share at the end of a step."""
 NUM_SHARED_RESULTS: Final = 1 << 20
+"""Number of those tags; then they begin again."""
+ANNOUNCEMENTS: Final = 13 << 27
+"""First tag of announcements of messages that NCCL carries."""
+NUM_ANNOUNCEMENTS: Final = 1 << 20
 """Number of those tags; then they begin again."""
 
 NEVER_SENT: Final = (1 << 31) - 1

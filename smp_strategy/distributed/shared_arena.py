@@ -104,7 +104,7 @@ class Arena:
         self._reclaim()
         return len(self._blocks.starts)
 
-    def allocate(self, nbytes: int, readers: int = 1) -> int | None:
+    def allocate(self, nbytes: int, readers: int = 1) -> int:
         """Allocate a block.
 
         Args:
@@ -112,16 +112,23 @@ class Arena:
             readers: Number of ranks that take it, this one among them if it does.
 
         Returns:
-            Its start; ``None``: there is no gap of that size.
+            Its start.
+
+        Raises:
+            SMPError: there is no gap of that size.
         """
         with self._lock:
             self._reclaim()
             start = self._blocks.take(max(nbytes, readers * GRANULE))
-            if start is not None:
-                self._touched = max(self._touched, self._blocks.peak)
-                self._readers[start] = readers
-                flags = _FLAGS + start // GRANULE
-                self._memory[flags : flags + readers] = bytes(readers)
+            if start is None:
+                raise SMPError(
+                    f"The {self.address.capacity} bytes of shared memory are full. Set `stage_transport=gloo` and "
+                    "`ddp_reduction=flat`, or keep fewer tensors of other stages."
+                )
+            self._touched = max(self._touched, self._blocks.peak)
+            self._readers[start] = readers
+            flags = _FLAGS + start // GRANULE
+            self._memory[flags : flags + readers] = bytes(readers)
         return start
 
     def view(self, start: int, nbytes: int) -> Tensor:
@@ -140,14 +147,9 @@ class Arena:
             Start of the block.
 
         Raises:
-            SMPError: there is no gap of that size.
+            SMPError: as :meth:`allocate`.
         """
         start = self.allocate(tensor.nbytes)
-        if start is None:
-            raise SMPError(
-                f"Messages to other stages fill the {self.address.capacity} bytes of shared memory. Set "
-                "`stage_transport=gloo`, or keep fewer tensors of other stages."
-            )
         first = self._first + start
         source = tensor.data_ptr()  # 0: a tensor of zeros that has no memory
         if source and tensor.stride() == strides and not (tensor.is_conj() or tensor.is_neg()):

@@ -22,6 +22,7 @@ __all__ = [
     "default_group",
     "default_store",
     "disabled_torch_function",
+    "export_device_memory",
     "is_in_backward",
     "is_profiling",
     "is_under_transform",
@@ -29,6 +30,7 @@ __all__ = [
     "native_functions",
     "node_of",
     "num_storage_uses",
+    "open_device_memory",
     "outer_saved_tensor_hooks",
     "overlaps_itself",
     "parse_to",
@@ -153,6 +155,17 @@ def unscale_(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None
 def assert_later(condition: Tensor, message: str) -> None:
     """Raise ``message`` if ``condition`` is false; on an accelerator without waiting for its value."""
     torch._assert_async(condition, message)
+
+
+def export_device_memory(memory: Tensor) -> tuple[Any, ...]:
+    """Name of the storage of ``memory``, on a CUDA device, for other processes; without its first entry, the device."""
+    return tuple(memory.untyped_storage()._share_cuda_())[1:]
+
+
+def open_device_memory(exported: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Storage of another process as ``uint8`` of ``device``, which need not be the one that it is on."""
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *exported)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 # Process groups

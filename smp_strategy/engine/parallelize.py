@@ -120,7 +120,7 @@ def connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
     mesh, calls = parts.mesh, parts.calls
     transport = None
     if mesh.pp > 1:
-        channels = open_channels(mesh.stage_ranks, mesh.pp_group, parts.config.stage_transport)
+        channels = open_channels(mesh.stage_ranks, mesh.pp_group, parts.config.stage_transport, parts.device)
         transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout, channels)
     local_model.show_in(parts.views, transport, lambda: parts.optimizers)
     if calls.mixed_precision is not None:

@@ -31,6 +31,8 @@ current_program      Holder of the running program.
 wire_format          Tensors as messages.
 channel              Interface of the ways between stages; the way through gloo.
 shared_memory_channel  The way through memory that two ranks of a machine share.
+place_header         Header that says where a tensor is.
+device_channels      Ways between accelerators: NCCL, CUDA IPC, page-locked memory that two ranks share.
 open_channels        Choice of the channels, by trying, and their bandwidth.
 action_order         Order without a plan; properties of an order.
 recorder             Measures every action.

@@ -48,7 +48,13 @@ class Header(ABC):
 
 
 class Channel(ABC):
-    """Way of tensors between this stage and another, in both directions."""
+    """Way of tensors between this stage and another, in both directions.
+
+    Attributes:
+        declined: paths that would be better and why they are not taken, in words for the report.
+    """
+
+    declined: tuple[str, ...] = ()
 
     @abstractmethod
     def post(self, tensor: Tensor, spec: TensorSpec) -> Tensor | OnHost:

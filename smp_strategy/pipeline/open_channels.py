@@ -1,10 +1,11 @@
 """Choice of the channel between each two stages: by trying, once, when the stages are connected.
 
 Two ranks of one machine share memory unless containers, users or the system keep them apart, which nobody can tell
-beforehand. So each tries to open the memory of each other, and all ranks learn who could not.
+beforehand. So each tries to open the memory of each other, and all ranks learn who could not. The paths between
+accelerators are tried with data, the best one first; two ranks take the first one that has worked in both directions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -14,47 +15,103 @@ from torch import Tensor
 
 from smp_strategy.config.options import StageTransport
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.device import is_host, wait_for_all
 from smp_strategy.distributed.message_tags import BANDWIDTH
 from smp_strategy.distributed.shared_arena import open_arenas
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel, GlooChannel
+from smp_strategy.pipeline.device_channels.paths import StagePlaces, device_paths
+from smp_strategy.pipeline.device_channels.probe import give_up, probe
 from smp_strategy.pipeline.shared_memory_channel import SharedMemoryChannel
 from smp_strategy.pipeline.transport import Transport
 
 __all__ = ["MeasuredPath", "measure_paths", "open_channels", "render_paths"]
 
 MEASURED_BYTES: Final = 1 << 22
+HOST: Final = torch.device("cpu")
+_OF_DEVICES: Final = ("cuda_ipc", "nccl")
 _ROUNDS: Final = 3
 
 
 def open_channels(
-    stage_ranks: Sequence[int], group: dist.ProcessGroup, chosen: StageTransport = "auto"
+    stage_ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    chosen: StageTransport = "auto",
+    device: torch.device = HOST,
 ) -> list[Channel]:
-    """Open a channel between this rank's stage and each. Collective over ``group``.
+    """Open a channel between this rank's stage and each. Collective over all ranks.
 
     Args:
         stage_ranks: global rank of each stage.
         group: process group of the stages.
         chosen: option ``stage_transport``.
+        device: device of this rank.
 
     Raises:
-        ConfigError: shared memory is asked for, and two ranks cannot share any.
+        ConfigError: a path is asked for that is impossible between two ranks.
     """
-    gloo = GlooChannel()
+    if chosen in _OF_DEVICES and is_host(device):
+        raise ConfigError(
+            f"`stage_transport={chosen}` is for tensors of CUDA devices, but the ranks compute on {device}. Use `auto`."
+        )
+    # Each has its own, because each may have other reasons.
+    hosts: dict[int, Channel] = {rank: GlooChannel() for rank in stage_ranks}
     if chosen == "gloo":
-        return [gloo] * len(stage_ranks)
+        return [hosts[rank] for rank in stage_ranks]
     own, theirs, failures = open_arenas(group)
     if failures and chosen == "shared_memory":
         (one, other), reason = min(failures.items())
-        raise ConfigError(
-            f"`stage_transport=shared_memory` is impossible between the ranks {one} and {other}: {reason}. Use `auto`, "
-            "or place the stages of a replica on one machine (`placement_strategy`)."
-        )
-    return [
-        gloo if own is None or rank not in theirs else SharedMemoryChannel(own, theirs[rank], gloo)
-        for rank in stage_ranks
-    ]
+        raise _impossible(chosen, one, other, reason)
+    if own is not None:
+        hosts |= {rank: SharedMemoryChannel(own, each, hosts[rank]) for rank, each in theirs.items()}
+    if not is_host(device):
+        _connect_devices(StagePlaces(stage_ranks, group, device, own, theirs, hosts), hosts, chosen)
+    return [hosts[rank] for rank in stage_ranks]
+
+
+def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: StageTransport) -> None:
+    """Put channels between accelerators into ``channels``, whose present ones stay for small tensors.
+
+    Raises:
+        ConfigError: a path is asked for that is impossible between two ranks.
+    """
+    left = set(places.stage_ranks) - {dist.get_rank()}
+    declined: dict[int, list[str]] = {peer: [] for peer in left}
+    paths = [path for path in device_paths(places) if chosen in ("auto", path.option)]
+    if chosen in _OF_DEVICES and not paths:
+        raise ConfigError(f"`stage_transport={chosen}` does not exist for tensors on {places.device}. Use `auto`.")
+    for path in paths:
+        opened = path.open(left)
+        failed = probe(opened, places.group, places.device)
+        for peer, channel in opened.items():
+            if peer in failed:
+                declined[peer].append(f"{path.name}: {failed[peer]}")
+                if not isinstance(channel, str):
+                    give_up(channel)
+            elif not isinstance(channel, str):
+                channels[peer] = channel
+                left.discard(peer)
+        if chosen != "auto":
+            lacking = {peer: failed[peer] for peer in path.demanded(sorted(failed))}
+            _refuse(chosen, lacking, places.group)
+    for peer, reasons in declined.items():
+        channels[peer].declined = tuple(reasons)
+
+
+def _refuse(chosen: StageTransport, failed: Mapping[int, str], group: dist.ProcessGroup) -> None:
+    """Refuse a path that was asked for and has failed to some ranks, on all ranks of ``group``."""
+    found = collectives.gather_objects((dist.get_rank(), dict(failed)), "a trial of the paths between stages", group)
+    for one, reasons in sorted(found):
+        for other, reason in sorted(reasons.items()):
+            raise _impossible(chosen, one, other, reason)
+
+
+def _impossible(chosen: StageTransport, one: int, other: int, reason: str) -> ConfigError:
+    place = "" if chosen == "nccl" else ", or place the stages of a replica on one machine (`placement_strategy`)"
+    return ConfigError(
+        f"`stage_transport={chosen}` is impossible between the ranks {one} and {other}: {reason}. Use `auto`{place}."
+    )
 
 
 class MeasuredPath(NamedTuple):
@@ -64,6 +121,8 @@ class MeasuredPath(NamedTuple):
     target: int
     name: str
     bytes_per_second: float
+    declined: tuple[str, ...] = ()
+    """Better paths, each with the reason why it is not taken."""
 
 
 def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPath]:
@@ -89,9 +148,9 @@ def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPa
                 transport.confirm(stage + 1, BANDWIDTH)
         elif stage % 2 != parity and stage > 0:
             seconds = min(_seconds(transport, stage - 1, payload, ready) for _ in range(_ROUNDS))
-            path = transport.channels[stage - 1].path_of(TensorSpec.of(payload))
-            source = transport.stage_ranks[stage - 1]
-            found.append(MeasuredPath(source, transport.rank, path, MEASURED_BYTES / seconds))
+            channel, source = transport.channels[stage - 1], transport.stage_ranks[stage - 1]
+            name = channel.path_of(TensorSpec.of(payload))
+            found.append(MeasuredPath(source, transport.rank, name, MEASURED_BYTES / seconds, channel.declined))
     transport.flush()
     return sorted(sum(collectives.gather_objects(found, "the bandwidth between stages"), []))
 
@@ -102,6 +161,7 @@ def _seconds(transport: Transport, source: int, payload: Tensor, ready: Tensor) 
     receipt = transport.receive(TensorSpec.of(payload), source, BANDWIDTH)
     transport.send(ready, TensorSpec.of(ready), source, BANDWIDTH)
     receipt.wait()
+    wait_for_all(payload.device)  # a device may still be waiting for what the host has already got
     seconds = perf_counter() - began
     transport.confirm(source, BANDWIDTH)
     return seconds
@@ -116,4 +176,10 @@ def render_paths(paths: Sequence[MeasuredPath]) -> str:
         rate = f"{min(rates):.1f}" if len(those) == 1 else f"{min(rates):.1f} to {max(rates):.1f}"
         where = "" if len(those) == len(paths) else " from rank " + ", ".join(f"{a} to {b}" for a, b, *_ in those)
         parts.append(f"{name}{where} ({rate} GB/s)")
-    return f"Large tensors travel between stages by {' and by '.join(parts)}, measured with 4 MiB."
+    lines = [f"Large tensors travel between stages by {' and by '.join(parts)}, measured with 4 MiB."]
+    reasons: dict[str, list[str]] = {}
+    for path in paths:
+        for reason in path.declined:
+            reasons.setdefault(reason, []).append(f"{path.source} to {path.target}")
+    lines += [f"Not by {reason} (ranks {', '.join(where)})." for reason, where in reasons.items()]
+    return "\n".join(lines)

@@ -8,19 +8,18 @@ The sender keeps nothing alive and waits for nothing: the block is a copy, which
 tensor. So there are at most as many blocks as there were receive buffers otherwise.
 """
 
-import struct
+from collections.abc import Sequence
 from typing import Final, final
 
-import torch
 from torch import Tensor
 
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
-from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.channel import Channel, Header
-from smp_strategy.pipeline.wire_format import MARK, dense_strides, unpacked
+from smp_strategy.pipeline.place_header import PlaceHeader, place_header
+from smp_strategy.pipeline.wire_format import dense_strides, unpacked
 
 __all__ = ["SharedMemoryChannel"]
 
@@ -46,12 +45,16 @@ class SharedMemoryChannel(Channel):
             return self._small.post(tensor, spec)
         tensor = tensor.detach().to(spec.dtype)
         start = self._own.put(tensor, dense_strides(tensor))
-        header = struct.pack(f"={tensor.dim() + 1}q", *tensor.stride(), start)
-        with outside_inference_mode():
-            return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return place_header(tensor.stride(), start)
 
     def header(self, spec: TensorSpec) -> Header:
-        return _BlockHeader(spec, self._theirs) if _is_large(spec) else self._small.header(spec)
+        if not _is_large(spec):
+            return self._small.header(spec)
+
+        def take(strides: Sequence[int], words: Sequence[int]) -> Landed:
+            return Landed(unpacked(self._theirs.take(words[0], spec.nbytes), spec, strides))
+
+        return PlaceHeader(spec, 1, take, goes_on=False)
 
     def path_of(self, spec: TensorSpec) -> str:
         return "shared memory" if _is_large(spec) else self._small.path_of(spec)
@@ -65,29 +68,3 @@ class SharedMemoryChannel(Channel):
 
 def _is_large(spec: TensorSpec) -> bool:
     return spec.nbytes >= LEAST_BYTES and is_host(spec.device)
-
-
-@final
-class _BlockHeader(Header):
-    """Header that says in which block the tensor is: its strides, then the start of the block.
-
-    Args:
-        spec: expected tensor.
-        arena: arena of the sender.
-    """
-
-    goes_on = False
-
-    def __init__(self, spec: TensorSpec, arena: PeerArena) -> None:
-        self._spec, self._arena = spec, arena
-        # Starts of blocks are round, so none is equal to the mark.
-        self._received = bytearray(len(spec.size) * struct.calcsize("=q")) + MARK
-        with outside_inference_mode():
-            self.memory = torch.frombuffer(self._received, dtype=torch.uint8)
-
-    def is_there(self) -> bool:
-        return not self._received.endswith(MARK)
-
-    def take(self) -> Landed:
-        *strides, start = struct.unpack(f"={len(self._spec.size) + 1}q", self._received)
-        return Landed(unpacked(self._arena.take(start, self._spec.nbytes), self._spec, strides))

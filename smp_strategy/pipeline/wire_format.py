@@ -23,7 +23,7 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
-__all__ = ["MARK", "Incoming", "bytes_of", "dense_strides", "on_host", "pack", "unpacked"]
+__all__ = ["MARK", "Incoming", "bytes_of", "dense_strides", "on_host", "pack", "received_strides", "unpacked"]
 
 MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
 """Preset end of a receive buffer. A message that happens to end like this is merely not noticed early: its receiver
@@ -107,6 +107,12 @@ class Incoming:
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides that the elements of ``tensor`` have in a message: the same order in memory, without gaps."""
     return _layout(tensor.shape, tensor.stride(), tensor.device).dense
+
+
+def received_strides(spec: TensorSpec, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Strides of a tensor like ``spec`` whose original has ``strides``: in a message, and after it has arrived."""
+    layout = _layout(spec.size, tuple(strides), torch.device("cpu"))
+    return layout.dense, layout.dense if layout.gaps is None else layout.gaps
 
 
 def unpacked(memory: torch.UntypedStorage, spec: TensorSpec, strides: Sequence[int]) -> Tensor:

@@ -18,7 +18,6 @@ from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.distributed.shared_arena import Arena, PeerArena, tensor_in
-from smp_strategy.errors import SMPError
 
 __all__ = ["SharedMemoryHop"]
 
@@ -50,7 +49,7 @@ class SharedMemoryHop:
         """As :func:`direct.gather`."""
         if mine.nbytes < self._least_bytes:
             return direct.gather(messages, parts, mine, tag)
-        start = self._block(mine.nbytes)
+        start = self._own.allocate(mine.nbytes, readers=len(self._arenas))
         self._own.view(start, mine.nbytes).copy_(mine.view(torch.uint8))
         places = _Places(messages, dict.fromkeys(messages.peers, start), tag)
 
@@ -70,7 +69,7 @@ class SharedMemoryHop:
             return direct.reduce(messages, parts, into, tag, is_first=is_first)
         starts = {}
         for peer in messages.peers:
-            starts[peer] = self._block(mine.nbytes, readers=1)
+            starts[peer] = self._own.allocate(mine.nbytes)
             self._own.view(starts[peer], mine.nbytes).copy_(parts[peer].view(torch.uint8))
         places = _Places(messages, starts, tag)
 
@@ -88,12 +87,6 @@ class SharedMemoryHop:
         """End the background thread, and free all memory."""
         self._relay.close()
         self._own.close()
-
-    def _block(self, nbytes: int, readers: int | None = None) -> int:
-        start = self._own.allocate(nbytes, len(self._arenas) if readers is None else readers)
-        if start is None:
-            raise SMPError(f"Parts of weights fill the {self._own.address.capacity} bytes of shared memory.")
-        return start
 
     def _received(self, peer: int, start: int, like: Tensor, reader: int | None = None) -> Tensor:
         """Part of ``peer`` in its memory."""

@@ -26,7 +26,6 @@ from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.distributed.shared_arena import Arena, PeerArena, tensor_in
-from smp_strategy.errors import SMPError
 
 __all__ = ["SharedMemorySums"]
 
@@ -89,11 +88,6 @@ class SharedMemorySums:
         nbytes = numel * dtype.itemsize
         # All ranks read the sum. Where it is not, the owner keeps its summand until all are done with it.
         start = self._own.allocate(nbytes, readers=self._messages.size if self._messages.rank == 0 else 1)
-        if start is None:
-            raise SMPError(
-                f"Sums of gradients fill the {self._own.address.capacity} bytes of shared memory. Set "
-                "`ddp_reduction=flat`."
-            )
         return start, tensor_in(self._own.take(start, nbytes), dtype)
 
     def _sum(self, mine: Tensor, start: int, tag: int, found: list[Tensor]) -> Iterator[None]:

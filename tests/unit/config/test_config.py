@@ -87,7 +87,7 @@ def test_a_value_of_the_wrong_type_is_named(name, value, shown):
     ("name", "value"),
     [
         *(("pipeline", "zb"), ("pipeline", "Interleaved"), ("trace_device", "tpu"), ("optimize", "time")),
-        *(("optimize", ""), ("stage_transport", "nccl"), ("stage_transport", "")),
+        *(("optimize", ""), ("stage_transport", "ucc"), ("stage_transport", "")),
     ],
 )
 def test_choices_are_listed_when_none_is_hit(name, value):

@@ -1,5 +1,6 @@
 """Copies on streams: what waits for what, on a device that only writes it down."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,14 @@ def test_on_a_cpu_a_copy_is_done_when_the_call_returns() -> None:
     plain.wait(loaded)
     target.zero_()
     assert torch.equal(back, source)
+
+
+def test_a_tensor_of_another_process_is_fetched_after_its_event(device: Device) -> None:
+    event = SimpleNamespace(wait=lambda: device.log.append("wait"))
+    landed = HostCopies(CPU).bring(torch.arange(6.0).reshape(2, 3), (1, 2), event)
+    assert device.log == ["inwards: copy", "wait"]  # inside of the stream
+    assert landed.tensor.stride() == (1, 2)
+    assert landed.tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_on_a_cpu_messages_are_copied_too() -> None:

@@ -1,7 +1,9 @@
 """Private functions of PyTorch do what the package expects of them."""
 
+import multiprocessing
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -192,3 +194,53 @@ def test_the_default_group_and_its_store():
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
     finally:
         dist.destroy_process_group()
+
+
+def opened(exported: tuple) -> list[int]:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    memory = private.open_device_memory(exported, device)
+    found = memory[:4].tolist()
+    memory[0] = 9
+    torch.cuda.synchronize()
+    return found
+
+
+def exporting(connection) -> None:
+    memory = torch.arange(1 << 20, device="cuda:0").to(torch.uint8)
+    torch.cuda.synchronize()
+    connection.send(private.export_device_memory(memory))
+    connection.recv()
+    connection.send(int(memory[0]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+def test_memory_of_a_device_is_opened_by_another_process():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=exporting, args=(theirs,))
+    process.start()
+    assert opened(ours.recv()) == [0, 1, 2, 3]
+    ours.send("written")
+    assert ours.recv() == 9
+    process.join()
+
+
+def test_memory_of_a_device_is_exported_without_its_device_and_opened_on_another(monkeypatch):
+    storage = mock.Mock(_share_cuda_=lambda: (3, b"handle", 64, 512, b"counter", 0, b"event", True))
+    exported = private.export_device_memory(mock.Mock(untyped_storage=lambda: storage))
+    assert exported == (b"handle", 64, 512, b"counter", 0, b"event", True)
+    for name in ("_share_cuda_", "_new_shared_cuda"):
+        assert callable(getattr(torch.UntypedStorage, name))
+    calls = []
+
+    class Storage:
+        @staticmethod
+        def _new_shared_cuda(*arguments):
+            calls.append(arguments)
+            return torch.arange(8, dtype=torch.uint8).untyped_storage()
+
+    monkeypatch.setattr(torch, "UntypedStorage", Storage)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
+    assert private.open_device_memory(exported, torch.device("cuda", 1)).tolist() == list(range(8))
+    assert calls == [(1, *exported)]
