@@ -307,7 +307,7 @@ class TrainingHooks(HookBase):
             vars(model).pop("_is_accelerate_prepared", None)
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
-            engine.detach(failed=True)  # as after a failure: skips restoring the values, which takes memory
+            engine.detach(restores=False)  # takes no memory
             self._smp_leave_partitioned(engine)
         return super().free_memory(*objects)
 
