@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.device import chosen
 from smp_strategy.engine.engine import Engine
 
 __all__ = ["engine_left", "leave_spread", "restore_left"]
@@ -38,7 +39,7 @@ def engine_left(
     """
     left = vars(module).get(_LEFT)
     engine = None if left is None else left.engine
-    is_alike = engine is not None and (engine.config, engine.device, engine.timeout) == (config, device, timeout)
+    is_alike = engine is not None and (engine.config, engine.device, engine.timeout) == (config, chosen(device), timeout)
     return engine if is_alike and engine.stays_spread(module, trains=trains) else None
 
 

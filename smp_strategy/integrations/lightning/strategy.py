@@ -221,7 +221,7 @@ class StrategyHooks(DelegatingStrategy):
             return
         self._engine = engine
         # The user's set-up meets the module as in a first run. `setup` ends this.
-        self._patches.enter_context(engine.saved.looking_plain())
+        self._patches.enter_context(engine.saved.looking_as_built())
 
     # Model and optimizers
 
@@ -247,7 +247,7 @@ class StrategyHooks(DelegatingStrategy):
         self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
-            with self._engine.saved.looking_plain():
+            with self._engine.saved.looking_as_built():
                 self.setup_optimizers(trainer)
         mesh = self._engine.mesh
         spreads = mesh.pp * mesh.tp > 1 or mesh.shard_group is not None

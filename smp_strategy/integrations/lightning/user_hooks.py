@@ -104,7 +104,7 @@ class UserHooks:
                     self._patched.add(name)
                     self._patches.put(owner, name, stand_in(getattr(owner, name)))
         if self._engine.is_spread:
-            stand_in = self._enclosing if self._is_users(_BEGINNING, owner, kind) else self._looking_plain
+            stand_in = self._enclosing if self._is_users(_BEGINNING, owner, kind) else self._looking_as_built
             self._patches.put(owner, _BEGINNING, stand_in(getattr(owner, _BEGINNING)))
 
     def remove(self) -> None:
@@ -163,9 +163,9 @@ class UserHooks:
                 "Decide by a number that is the same on all ranks, such as `self.trainer.strategy.reduce(loss)`."
             )
 
-    def _looking_plain(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _looking_as_built(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._engine.saved.looking_plain():
+            with self._engine.saved.looking_as_built():
                 return hook(*args, **kwargs)
 
         return run
