@@ -37,10 +37,11 @@ def engine_left(
     Returns:
         The engine; ``None``: there is none, or it has other options, or the run needs a full module.
     """
-    left = vars(module).get(_LEFT)
+    left: _EngineLeft | None = vars(module).get(_LEFT)
     engine = None if left is None else left.engine
-    is_alike = engine is not None and (engine.config, engine.device, engine.timeout) == (config, chosen(device), timeout)
-    return engine if is_alike and engine.stays_spread(module, trains=trains) else None
+    if engine is None or (engine.config, engine.device, engine.timeout) != (config, chosen(device), timeout):
+        return None
+    return engine if engine.stays_spread(module, trains=trains) else None
 
 
 def restore_left(module: Any) -> None:

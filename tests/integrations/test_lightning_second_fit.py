@@ -70,7 +70,7 @@ def read_weights(self):
     self.norms.append([weight.norm().item() for weight in self.parameters()] if reads else [])
 
 
-def lives(folder, smp, begin=None):
+def lives(folder, smp, begin=None, num_accumulated=1):
     """Evaluation, and three fits by two Trainers; without ``smp`` in one process, with the weights ``begin``."""
     module = toy_module(
         configure_model=configure_model, configure_optimizers=configure_optimizers, on_fit_start=read_weights
@@ -82,12 +82,11 @@ def lives(folder, smp, begin=None):
         module.load_state_dict(begin)
 
     def trainer():
-        options = {"accumulate_grad_batches": MICROBATCHES} if smp is None else {"use_distributed_sampler": False}
+        options = {"accumulate_grad_batches": num_accumulated, "use_distributed_sampler": False}
         options |= {"callbacks": [looks], "num_sanity_val_steps": 0, "enable_model_summary": True}
         return toy_trainer(folder, smp=smp, max_epochs=1, **options)
 
-    batch_size = BATCH // MICROBATCHES if smp is None else BATCH
-    data = toy_loader(shuffle=False, batch_size=batch_size, dataset=toy_data(2 * BATCH))
+    data = toy_loader(shuffle=False, batch_size=BATCH // num_accumulated, dataset=toy_data(2 * BATCH))
     results = []
     with restores() as restored:
         for current, fits in ((trainer(), 2), (trainer(), 1)):
@@ -133,21 +132,74 @@ def test_fits_and_evaluations_follow_each_other_spread(layout, tmp_path):
     smp = {"microbatches": MICROBATCHES, "delayed_parameter_initialization": True, **options}
     ranks = on_ranks(lives, size, tmp_path / "smp", smp)
     with quiet():
-        plain, *_ = lives(tmp_path / "one", None, weights_of(tmp_path / "smp" / "begin.ckpt"))
-    exact = 1e-5 if layout == "tp2" else 0
+        begin, num_accumulated = weights_of(tmp_path / "smp" / "begin.ckpt"), MICROBATCHES if "pp" in layout else 1
+        plain, *_ = lives(tmp_path / "one", None, begin, num_accumulated)
+    # Kernels round the ends of pieces otherwise than the middle of a whole parameter.
+    exact = 0 if layout == "pp2" else 1e-5
     found, wanted = (weights_of(tmp_path / which / "end.ckpt") for which in ("smp", "one"))
     total = sum(each.nbytes for each in wanted.values())
     for results, allocated, restored in ranks:
         assert set(restored) == {"none"}
         assert len(allocated) == 3
         # Before the first of them the evaluation has spread the module.
-        assert max(allocated[:2]) < 0.15 * total
+        # Sizes of split layers are shown in the place of this rank's parts, which are counted then.
+        assert max(allocated[:2]) < (0.65 if layout == "tp2" else 0.25) * total
         for (metrics, norms, shapes, counts), expected in zip(results, plain, strict=True):
             for name in ("train_loss_epoch", "val_loss"):
                 assert metrics[name] == pytest.approx(expected[0][name], rel=1e-5)
-            assert norms == pytest.approx(expected[1], rel=1e-6 + exact)
+            assert norms == pytest.approx(expected[1], rel=1e-6)
             assert shapes == expected[2]
             assert counts in (expected[3], [])  # the first rank shows them
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=10 * exact, atol=exact, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=exact, atol=exact)
+
+
+def average(folder, smp):
+    """Two fits with a callback that copies the module when training is set up."""
+    module = toy_module(configure_model=configure_model)
+    del module.net
+    data = toy_loader(shuffle=False, batch_size=BATCH, dataset=toy_data(2 * BATCH))
+    for _ in range(2):
+        trainer = toy_trainer(folder, smp=smp, max_epochs=1, callbacks=[WeightAveraging()])
+        trainer.fit(module, data)
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=True)
+
+
+def test_a_callback_that_copies_the_module_gets_a_whole_one(tmp_path):
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 2, "delayed_parameter_initialization": True}
+    on_ranks(average, 2, tmp_path / "whole", {**smp, "restore_module": "all"})
+    on_ranks(average, 2, tmp_path / "spread", smp)
+    found, expected = (weights_of(tmp_path / which / "end.ckpt") for which in ("spread", "whole"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class OnPurposeError(Exception):
+    pass
+
+
+def fail_and_fit(folder, smp):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and not self.has_failed:  # not in its dry run
+            self.has_failed = True
+            raise OnPurposeError
+        return self.loss(batch)
+
+    module = toy_module(configure_model=configure_model, training_step=training_step, has_failed=False)
+    del module.net
+    data = toy_loader(shuffle=False, batch_size=BATCH, dataset=toy_data(2 * BATCH))
+    toy_trainer(folder, smp=smp).validate(module, data, verbose=False)
+    with pytest.raises(OnPurposeError):
+        toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False).fit(module, data)
+    with restores() as restored:
+        trainer = toy_trainer(folder, smp=smp, max_epochs=1)
+        trainer.fit(module, data)
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=True)
+    return restored
+
+
+def test_after_a_failure_the_module_is_put_together_first(tmp_path):
+    smp = {"microbatches": 2, "delayed_parameter_initialization": True, **SHARDED}
+    for restored in on_ranks(fail_and_fit, 2, tmp_path, smp):
+        assert restored[0] == "all"
+    assert all(value.isfinite().all() for value in weights_of(tmp_path / "end.ckpt").values())
