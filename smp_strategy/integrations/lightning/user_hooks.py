@@ -52,6 +52,8 @@ _WITH_GRADIENTS = {
 _WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
 # Lightning's own callbacks that work on weights.
 _COPYING = {"StochasticWeightAveraging", "WeightAveraging"}
+# Those that run steps in `on_fit_start`.
+_RUNNING = {"LearningRateFinder", "BatchSizeFinder"}
 _ON_WEIGHTS = {*_COPYING, "ModelPruning", "BaseFinetuning"}
 
 
@@ -103,9 +105,11 @@ class UserHooks:
                 if self._is_users(name, owner, kind):
                     self._patched.add(name)
                     self._patches.put(owner, name, stand_in(getattr(owner, name)))
-        if self._engine.is_spread:
-            stand_in = self._enclosing if self._is_users(_BEGINNING, owner, kind) else self._looking_as_built
-            self._patches.put(owner, _BEGINNING, stand_in(getattr(owner, _BEGINNING)))
+        if self._engine.is_spread and not _is_among(_RUNNING, owner):
+            if self._is_users(_BEGINNING, owner, kind):
+                self._patches.put(owner, _BEGINNING, self._enclosing(getattr(owner, _BEGINNING)))
+            elif _is_among({"ModelSummary"}, owner):
+                self._patches.put(owner, _BEGINNING, self._looking_as_built(getattr(owner, _BEGINNING)))
 
     def remove(self) -> None:
         """Restore the hooks."""
