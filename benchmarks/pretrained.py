@@ -1,7 +1,7 @@
 """A pretrained model is loaded, trained for a step and saved by four ranks, beside one plain process::
 
     python benchmarks/pretrained.py              # 1 GB of weights, some minutes on two cores
-    python benchmarks/pretrained.py --size 2     # 2 GB
+    python benchmarks/pretrained.py --size 2     # 2 GB, in one round
     python benchmarks/pretrained.py --quick      # some megabytes: does it run?
 
 A model like Llama with random float32 weights is saved into several safetensors files, which stay in the system's
@@ -17,8 +17,14 @@ The last line is JSON, each figure the worse one of pp4 and sdp4:
   read; ``read_over_plain`` leaves these out. Plain loading maps files, so its values count as loaded once each page of
   them has been copied on write, as the first step of an optimizer does. ``load_over_mapped`` is beside plain loading
   that only reads from each page.
+* ``load_cpu_over_plain`` and ``read_cpu_over_plain``: the same in seconds of CPU time of the busiest rank, which other
+  programs on the machine disturb less. They say what elapsed times are where each rank has a core of its own.
 * ``startup_over_plain``: seconds until the first step has ended, with delayed initialisation over without.
 * ``save_over_plain``: seconds of saving the whole weights, over those of the plain process.
+
+There is no column for FSDP2 with Accelerate's ``fsdp_cpu_ram_efficient_loading``: Accelerate 1.15 selects FSDP for
+accelerators only (``AcceleratorState.__init__``). On CPUs ``Accelerator(cpu=True, fsdp_plugin=...)`` stays
+``MULTI_CPU``, passes over the plugin and wraps the model in DistributedDataParallel, with all of it on each rank.
 """
 
 import json
@@ -30,6 +36,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +84,7 @@ class Size(NamedTuple):
         model.save_pretrained(folder, max_shard_size=total // 6)
 
 
-SIZES = {"quick": Size(4, 64, 512, 1), "1": Size(16, 1024, 24_000, 3), "2": Size(36, 1024, 24_000, 3)}
+SIZES = {"quick": Size(4, 64, 512, 1), "1": Size(16, 1024, 24_000, 3), "2": Size(36, 1024, 24_000, 1)}
 
 
 class Figures(NamedTuple):
@@ -91,6 +98,8 @@ class Figures(NamedTuple):
     read: float
     startup: float
     save: float
+    load_cpu: float
+    read_cpu: float
 
 
 class Watch:
@@ -133,15 +142,16 @@ class Tuned(L.LightningModule):
         self.folder, self.touch = folder, touch
         self.watch: Watch | None = None
         self.begin = self.built = self.first_step = 0.0
+        self.cpu_begin = self.cpu_built = 0.0
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.watch, self.begin = Watch(), time.perf_counter()
+            self.watch, self.begin, self.cpu_begin = Watch(), time.perf_counter(), time.process_time()
             self.model = AutoModelForCausalLM.from_pretrained(self.folder)
             if self.touch is not None:
                 self.touch(self.model)
                 self.watch.end()
-            self.built = time.perf_counter()
+            self.built, self.cpu_built = time.perf_counter(), time.process_time()
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -172,7 +182,9 @@ class Loaded(NamedTuple):
     """The end of loading on a rank under the strategy."""
 
     at: float
+    cpu_at: float
     reading: float
+    cpu_reading: float
     share: int
 
 
@@ -182,14 +194,15 @@ def noting_loads(module: Tuned) -> Iterator[list[Loaded]]:
     construct, found = LocalModel.__init__, []
 
     def noted(self: LocalModel, *args: Any, **options: Any) -> None:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         construct(self, *args, **options)
-        end = time.perf_counter()
+        end, cpu_end = time.perf_counter(), time.process_time()
         assert module.watch is not None
         module.watch.end()
         spread = self.sharded
         share = sum(each.nbytes for each in self.parameters if spread is None or not spread.has(each))
-        found.append(Loaded(end, end - begin, share + (0 if spread is None else spread.held_bytes)))
+        held = share + (0 if spread is None else spread.held_bytes)
+        found.append(Loaded(end, cpu_end, end - begin, cpu_end - cpu_begin, held))
 
     LocalModel.__init__ = noted  # type: ignore[method-assign]
     try:
@@ -210,11 +223,16 @@ def save_whole(trainer: L.Trainer, folder: Path) -> None:
 
 
 def fine_tune(
-    weights: Path, folder: Path, options: Mapping[str, Any] | None, touch: Callable[[nn.Module], None] | None = None
+    weights: Path,
+    folder: Path,
+    options: Mapping[str, Any] | None,
+    touch: Callable[[nn.Module], None] | None = None,
+    *,
+    saves: bool,
 ) -> Figures:
-    """Load, train for a step, save; without ``options`` in one plain process."""
+    """Load, train for a step, save if asked to; without ``options`` in one plain process."""
     warnings.simplefilter("ignore")
-    module = Tuned(weights, touch)
+    module, saver = Tuned(weights, touch), Saves(folder)
     strategy: Any = "auto" if options is None else SMPStrategy(**options, restore_module="none")
     trainer = L.Trainer(
         accelerator="cpu",
@@ -226,7 +244,7 @@ def fine_tune(
         enable_model_summary=False,
         enable_checkpointing=False,
         default_root_dir=folder,
-        callbacks=[Saves(folder)],
+        callbacks=[saver] if saves else [],
     )
     tokens = torch.randint(0, 512, (8, 16), generator=torch.Generator().manual_seed(0))
     dist.barrier()
@@ -236,14 +254,15 @@ def fine_tune(
     assert module.watch is not None
     module.watch.end()
     building, startup = module.built - module.begin, module.first_step - begin
-    saving = trainer.callbacks[-1].seconds  # type: ignore[attr-defined]
+    cpu = module.cpu_built - module.cpu_begin
     memory = (module.watch.peak, module.watch.anonymous)
     if not loads:
         total = sum(each.nbytes for each in module.parameters())
-        return Figures(total, 0, *memory, building, building, startup, saving)
+        return Figures(total, 0, *memory, building, building, startup, saver.seconds, cpu, cpu)
     [load] = loads
     unit = largest_unit(trainer.strategy)
-    return Figures(load.share, unit, *memory, load.at - module.begin, building + load.reading, startup, saving)
+    seconds = (load.at - module.begin, building + load.reading, startup, saver.seconds)
+    return Figures(load.share, unit, *memory, *seconds, load.cpu_at - module.cpu_begin, cpu + load.cpu_reading)
 
 
 class Saves(L.Callback):
@@ -267,7 +286,9 @@ def measure(
     """Figures by rank of one run; without a ``layout`` of the plain process."""
     options = None if layout is None else {**LAYOUTS[layout], "delayed_parameter_initialization": delayed}
     ranks = 1 if layout is None else RANKS
-    return run_ranks(fine_tune, ranks, weights, folder, options, touch, timeout=TIMEOUT)
+    # A checkpoint is as large as the weights: only the sides that are compared write one.
+    saves = delayed or touch is copy_on_write
+    return run_ranks(partial(fine_tune, saves=saves), ranks, weights, folder, options, touch, timeout=TIMEOUT)
 
 
 def best(runs: list[list[Figures]]) -> Figures:
@@ -287,7 +308,9 @@ def compare(weights: Path, folder: Path, rounds: int) -> dict[str, Figures]:
     found: dict[str, list[list[Figures]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, (layout, touch, delayed) in sides.items():
+            begin = time.perf_counter()
             found[name].append(measure(weights, folder, layout, touch, delayed=delayed))
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     return {name: best(runs) for name, runs in found.items()}
 
 
@@ -297,10 +320,11 @@ def show(found: Mapping[str, Figures]) -> None:
         f"{'':14} {'share':>8} {'unit':>8} {'peak':>8} {'anonymous':>9}   MB {'load':>6} {'read':>6} {'start':>6}",
         end="",
     )
-    print(f" {'save':>6}   s")
+    print(f" {'save':>6}   s {'load':>6} {'read':>6}   s of CPU")
     for name, each in found.items():
         sizes = " ".join(f"{value / 1e6:8.1f}" for value in each[:4])
-        print(f"{name:14} {sizes}       " + " ".join(f"{value:6.2f}" for value in each[4:]), flush=True)
+        seconds = [" ".join(f"{value:6.2f}" for value in values) for values in (each[4:8], each[8:])]
+        print(f"{name:14} {sizes}       {'     '.join(seconds)}", flush=True)
 
 
 def main(arguments: list[str]) -> None:
@@ -326,6 +350,8 @@ def main(arguments: list[str]) -> None:
         "allowed": worst(lambda each, _: 1.1 + each.unit / each.share),
         "load_over_plain": worst(lambda each, _: each.load / plain.load),
         "read_over_plain": worst(lambda each, _: each.read / plain.load),
+        "load_cpu_over_plain": worst(lambda each, _: each.load_cpu / plain.load_cpu),
+        "read_cpu_over_plain": worst(lambda each, _: each.read_cpu / plain.load_cpu),
         "load_over_mapped": worst(lambda each, _: each.load / mapped.load),
         "startup_over_plain": worst(lambda each, layout: each.startup / found[f"{layout} at once"].startup),
         "save_over_plain": worst(lambda each, _: each.save / plain.save),

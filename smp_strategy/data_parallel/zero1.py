@@ -51,7 +51,7 @@ class ZeroOptimizer:
 
     def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
         self.is_on = is_on and mesh.dp > 1
-        self.drops_gradients = self.is_on and not everyone_sees
+        self.show_gradients(everyone=everyone_sees)
         self._ownership = ownership
         self._mesh = mesh
         self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
@@ -61,6 +61,10 @@ class ZeroOptimizer:
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._updating: Optimizer | None = None
         self.arrivals = ParameterBroadcast()
+
+    def show_gradients(self, *, everyone: bool) -> None:
+        """Let all replicas keep averaged gradients until the optimizer's step, or the owners only; between steps."""
+        self.drops_gradients = self.is_on and not everyone
 
     def owner(self, parameter: Tensor, stage: int) -> int:
         """Replica that updates ``parameter`` on ``stage``, which holds it; the first if all do."""

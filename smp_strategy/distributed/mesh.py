@@ -188,8 +188,8 @@ class ProcessMesh:
 
     def close(self) -> None:
         """Drop the process groups; the mesh cannot be used afterwards."""
-        del self.device_mesh, self.shard_group, self.tp_group, self._all_replicas, self._all_parts, self._sums
-        self.__dict__.pop("_alone", None)
+        for name in ("device_mesh", "shard_group", "tp_group", "_all_replicas", "_all_parts", "_sums", "_alone"):
+            self.__dict__.pop(name, None)  # it may be closed already
         self._along.clear()
         self._groups.clear()
         self._saving_groups.clear()

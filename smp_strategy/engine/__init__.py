@@ -4,8 +4,8 @@ It is the one place that knows every part of the package. In reading order:
 
 * ``engine.py``: the facade that front doors call: attach, steps, gradients, optimizer updates, state, detach.
 * ``engine_parts.py``: the parts of an engine, shared with its reports and its saved state.
-* ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: degrees of the mesh axes, the user's
-  decisions on the partition, equal initial values on all ranks.
+* ``first_attach.py``, ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: mesh and units,
+  degrees of the mesh axes, the user's decisions on the partition, equal initial values on all ranks.
 * ``parallelize.py``, ``layout.py``: the first step, in order: split layers, decide the partition, free the values of
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.

@@ -225,6 +225,16 @@ class SavedState:
                 stack.enter_context(split.looking_dense())
             yield
 
+    @contextmanager
+    def looking_as_built(self) -> Iterator[None]:
+        """Context for set-up code in which modules look as before the first run; uses of absent values are refused."""
+        split = self._parts.layout.split
+        with ExitStack() as stack:
+            stack.enter_context(self.looking_plain())
+            if split is not None and self._parts.is_spread:
+                stack.enter_context(split.whole_sizes())
+            yield
+
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
         if optimizer in self._parts.late.optimizers:

@@ -50,12 +50,14 @@ class DelayedModule:
 
     Attributes:
         device: As given.
+        has_made_values: Whether some tensors had no values before the first step.
     """
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
         self._root = root
         self._seed = seed
         self.device = device
+        self.has_made_values = False
         self._names = _on_meta(root)
         self._pending = dict(self._names)
         self._loaded: dict[Tensor, Tensor] = {}
@@ -89,6 +91,7 @@ class DelayedModule:
         self._pending.update(self._names)
         if not self._pending:
             return
+        self.has_made_values = True
         with ordinary():
             self._initialisers = Initialisers(self._root, self._seed, self.device)
             problems = [*self._rehearse(), *_meta_attributes(self._root), *_meta_states(optimizers)]

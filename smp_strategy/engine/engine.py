@@ -14,7 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -32,17 +32,17 @@ from smp_strategy.engine import new_step_kinds
 from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
-from smp_strategy.engine.degrees import choose_shape
-from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
+from smp_strategy.engine.first_attach import begin_layout
+from smp_strategy.engine.given_partition import choose_placed_units
+from smp_strategy.engine.hooks.run_hook import run_hook
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
-from smp_strategy.engine.parallelize import connect, parallelize
+from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
@@ -51,7 +51,7 @@ from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
-from smp_strategy.planning.costs import Costs, measuring_device
+from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.grad_scaler import UnscaleResult
@@ -74,15 +74,13 @@ class Engine:
         timeout: longest wait for another rank; ``None``: that of the backend.
 
     Attributes:
-        config: as given.
+        config, timeout: as given.
         device: device of this rank.
         saved: saves and loads the state of the module, of optimizers, and of the engine.
         inspection: explanation of the partition, timelines, memory reports.
         manual: backward and optimizer steps of a :meth:`manual_step`.
         copies: returns the module copies that callbacks hold (EMA weights), which are partitioned with the module.
         known: returns the data loader's facts about the samples in the next batch.
-        gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
-            rank may have only those that it applies. Set it before the first step.
         num_updates: number of steps of optimizers so far.
     """
 
@@ -94,7 +92,7 @@ class Engine:
         device: torch.device | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.timeout = config, timeout
         self.device = chosen(device)
         self._parts = EngineParts(config, self.device, timeout, report)
         self._calls = self._parts.calls
@@ -106,8 +104,8 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
-        self.gradients_are_seen = False
         self.num_updates = 0
+        self._has_failed = False
         self._kinds: set[str] = set()
 
     # Setting up
@@ -126,6 +124,20 @@ class Engine:
     def optimizers(self) -> Sequence[Optimizer]:
         """Optimizers of the module."""
         return self._parts.optimizers
+
+    @property
+    def gradients_are_seen(self) -> bool:
+        """Whether the user looks at gradients between backward and the optimizer's step; set it before the first step.
+
+        Otherwise a rank may have only those gradients that it applies.
+        """
+        return self._parts.gradients_are_seen
+
+    @gradients_are_seen.setter
+    def gradients_are_seen(self, are_seen: bool) -> None:
+        self._parts.gradients_are_seen = are_seen
+        if self._parts.local_model is not None:
+            self._parts.local_model.show_gradients(everyone=are_seen)
 
     @property
     def is_attached(self) -> bool:
@@ -173,7 +185,7 @@ class Engine:
             optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.microbatch_state`.
-            trains: whether there will be training steps. If not, ``module`` may be as :meth:`stays_spread` says.
+            trains: whether there will be training steps. ``module`` may be as :meth:`stays_spread` says.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
@@ -187,36 +199,37 @@ class Engine:
         if optimizers:
             refuse_trained(self._without_masters, self.config)
         if self._calls.are_intercepted:
+            if self._calls.runtime is not None:
+                self.local_model.take_optimizers(optimizers)
             return
-        if not trains and self.stays_spread(module):
+        if self.stays_spread(module, trains=trains):
             self._calls.intercept(self._units, module)
-            connect(self._parts, self.local_model)
+            resume(self._parts)
             attached.note(self)
             return
         self.restore_everywhere()
+        self._has_failed = False
         if self.config.fp16_params:
             halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._parts.module is None:
-            shape = choose_shape(self.config, module, self._parts.report)
-            measuring_device(self.config, self.device)
-            refuse_unwritable_file(self.config)
-            self._parts.module = module
-            mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._parts.timeout)
-            self._parts.known_mesh = mesh
-            self._units = choose_placed_units(self.config, module, shape.pp)
-            given = place_beforehand(self.config, module, self._units, shape.pp)
+            self._units = begin_layout(self._parts, module, seed)
             self._placed_by_hand = placed_modules(module)
-            self._parts.seed = seed
-            self._parts.delayed = DelayedModule(module, seed, self.device)
-            self._parts.known_layout = Layout.undecided(self.config, module, self._units, mesh, self.device, given)
         self._calls.intercept(self._units, module)
         attached.note(self)
 
-    def stays_spread(self, module: nn.Module) -> bool:
-        """Whether no rank has all of ``module`` since the last run, and evaluation needs no more than that."""
+    def stays_spread(self, module: nn.Module, *, trains: bool = False) -> bool:
+        """Whether no rank has all of ``module`` since the last run, and the next one begins with that.
+
+        Args:
+            module: the model of the next run.
+            trains: whether the next run trains. Then ``module`` must have been built without values, and the last run
+                must have ended well.
+        """
         local, is_delayed = self._parts.local_model, self.config.delayed_parameter_initialization
-        return is_delayed and local is not None and local.is_spread_as_made and self.serves(module)
+        if not is_delayed or local is None or not local.is_spread_as_made or not self.serves(module):
+            return False
+        return not trains or (self._parts.delayed.has_made_values and not self._has_failed)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether ``module`` is the attached one, with the same units and the same stages set by hand."""
@@ -225,7 +238,7 @@ class Engine:
         units = choose_placed_units(self.config, module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
 
-    def detach(self, *, failed: bool = False) -> None:
+    def detach(self, *, failed: bool = False, restores: bool = True) -> None:
         """Give the module back; :meth:`attach` takes it again. Collective unless the run has failed.
 
         Calls reach the module directly again, and the ranks that ``restore_module`` names get all of its values back.
@@ -233,10 +246,12 @@ class Engine:
 
         Args:
             failed: the other ranks may not come here; the module stays as it is.
+            restores: whether values are given back; otherwise the module stays as it is.
         """
+        self._has_failed = self._has_failed or failed
         self._calls.give_back()
         self._parts.late.give_optimizers()
-        if not failed and self._parts.local_model is not None:
+        if restores and not failed and self._parts.local_model is not None:
             self._parts.local_model.restore(self.config.restored_on)
 
     @property
@@ -271,7 +286,7 @@ class Engine:
         first = FirstStep(kind, step, microbatches, loss_of)
         if self._calls.runtime is None:
             # Copies are named now, while they look like the module.
-            local_model = parallelize(self._parts, first, list(self.copies()), everyone_sees=self.gradients_are_seen)
+            local_model = parallelize(self._parts, first, list(self.copies()))
             self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
         if was_surveyed and is_new and new_step_kinds.needs_look(self._parts):
             new_step_kinds.look(self._parts, first)
@@ -357,7 +372,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        with self._parts.carried.compared(self.mesh):
+        with self._stepping():
             run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -369,7 +384,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
-        with self._parts.carried.compared(self.mesh):
+        with self._stepping():
             return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
 
     def state_before(self, step: Step) -> StateBefore:
@@ -381,11 +396,18 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        with self._parts.carried.compared(self.mesh):
+        with self._stepping():
             run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
         if kind == "train" and plan is not None:
             self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
         return run
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._has_failed = True
+        with self._parts.carried.compared(self.mesh):
+            yield
+        self._has_failed = False
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
@@ -461,31 +483,10 @@ class Engine:
         Returns:
             The result of ``hook``, with real tensors on every rank.
         """
-        if self.views.is_open:
-            return hook()
-        if self._calls.runtime is None:
-            return self.views.run_ahead(hook, self._opened, lambda: self._calls.runtime is not None)
-        with self._opened() as real:
-            return real(hook())
-
-    @contextmanager
-    def _opened(self) -> Iterator[Callable[[Any], Any]]:
-        if not self.is_spread:
-            with self.views.states.shown():
-                yield lambda result: result
-            return
-        assert self._calls.runtime is not None
-        self.local_model.settle()
-        self._calls.in_hook = True
-        try:
-            in_hook = nullcontext() if self.layout.group is None else self.layout.group.in_hook()
-            with in_hook, self.views.opened(self._calls.runtime) as real:
-                yield real
-        finally:
-            self._calls.in_hook = False
+        return run_hook(self._parts, hook)
 
     def close(self) -> None:
-        """End the engine's threads and free its process groups; the module stays as it is."""
+        """End the engine's threads and free its process groups; the module stays as it is. May be called again."""
         attached.forget(self)
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups

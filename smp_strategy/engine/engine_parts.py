@@ -51,6 +51,7 @@ class EngineParts:
         known_mesh, known_layout: ``None`` before a module is attached.
         local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
+        gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
         seed, num_steps, num_evaluations: where random streams are.
         has_counted: whether the first training step has been reported on.
     """
@@ -75,6 +76,7 @@ class EngineParts:
         self.known_layout: Layout | None = None
         self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
+        self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = 0
         self.has_counted = False
 

@@ -1,13 +1,19 @@
-"""Modules that a run left sharded; the next run, perhaps of another Trainer, first restores the full module.
+"""Modules that a run left sharded; the next run, perhaps of another Trainer, goes on with the shards, or first restores
+the full module.
 
 The module itself refers to the engine that can restore it. Copies and pickles of the module drop the reference.
 """
 
+from datetime import timedelta
 from typing import Any, Final
 
+import torch
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.device import chosen
 from smp_strategy.engine.engine import Engine
 
-__all__ = ["leave_spread", "restore_left"]
+__all__ = ["engine_left", "leave_spread", "restore_left"]
 
 # Attribute of a module that was left sharded.
 _LEFT: Final = "_smp_left"
@@ -16,6 +22,26 @@ _LEFT: Final = "_smp_left"
 def leave_spread(module: Any, engine: Engine) -> None:
     """Mark ``module`` as left sharded by ``engine``."""
     vars(module)[_LEFT] = _EngineLeft(engine)
+
+
+def engine_left(
+    module: Any, config: SMPConfig, device: torch.device, timeout: timedelta | None, *, trains: bool = True
+) -> Engine | None:
+    """Engine that has left ``module`` sharded, if the next run can go on with it instead of a new one.
+
+    Args:
+        module: Module of the next run.
+        config, device, timeout: Those that a new engine would get.
+        trains: Whether the next run trains.
+
+    Returns:
+        The engine; ``None``: there is none, or it has other options, or the run needs a full module.
+    """
+    left: _EngineLeft | None = vars(module).get(_LEFT)
+    engine = None if left is None else left.engine
+    if engine is None or (engine.config, engine.device, engine.timeout) != (config, chosen(device), timeout):
+        return None
+    return engine if engine.stays_spread(module, trains=trains) else None
 
 
 def restore_left(module: Any) -> None:

@@ -219,6 +219,10 @@ class LocalModel:
             if averages is not None:
                 averages.send_rest(self.reduction.buffers.notes())
 
+    def show_gradients(self, *, everyone: bool) -> None:
+        """Let all replicas keep averaged gradients until the optimizer's step, or those only that apply them."""
+        self._state.show_gradients(everyone=everyone)
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of a pass without backward. Collective."""
         self.settle()

@@ -21,7 +21,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.job import Step
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 
-__all__ = ["FirstStep", "look", "needs_look", "refuse_rescaled", "refuse_rewritten", "rehearse"]
+__all__ = ["FirstStep", "look", "needs_look", "refuse_new_hooks", "refuse_rescaled", "refuse_rewritten", "rehearse"]
 
 
 class FirstStep(NamedTuple):
@@ -72,7 +72,7 @@ def look(parts: EngineParts, first: FirstStep) -> None:
     """
     parts.spread.settle()
     layout, mesh = parts.layout, parts.mesh
-    _refuse_new_hooks(layout)
+    refuse_new_hooks(layout)
     has_values = mesh.pp == 1 and mesh.shard_group is None
     inputs = parts.dry_run_input()
 
@@ -95,7 +95,12 @@ def look(parts: EngineParts, first: FirstStep) -> None:
         )
 
 
-def _refuse_new_hooks(layout: Layout) -> None:
+def refuse_new_hooks(layout: Layout) -> None:
+    """Refuse hooks that were registered on split layers since these were split.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
     if layout.split is None:
         return
     problem = layout.split.hook_problem(dict(layout.module.named_modules(remove_duplicate=False)))

@@ -12,7 +12,7 @@ From then on a rank has a smaller model. With tensor parallelism there is one su
 pipeline and all with the same partition; they meet in split layers only.
 
 The decisions are in :class:`~smp_strategy.engine.layout.Layout` and last. The local model is made again for each run,
-except for evaluation with a module that was built on the meta device: it stays as training has left it.
+except for a module that was built on the meta device: it stays as the last run has left it.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from smp_strategy.engine.dry_run import run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
-from smp_strategy.engine.new_step_kinds import FirstStep, refuse_rewritten
+from smp_strategy.engine.new_step_kinds import FirstStep, refuse_new_hooks, refuse_rewritten
 from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.engine.startup_report import render_layout
 from smp_strategy.errors import SMPError
@@ -55,12 +55,10 @@ from smp_strategy.tensor_parallel.plan.patterns import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["connect", "parallelize"]
+__all__ = ["parallelize", "resume"]
 
 
-def parallelize(
-    parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module] = (), *, everyone_sees: bool = False
-) -> LocalModel:
+def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module] = ()) -> LocalModel:
     """Make the local model of this rank, and the runtime that executes its stage. Collective over all ranks.
 
     Afterwards the module has the values of this rank only, and ``parts.calls`` answers calls of units with the runtime.
@@ -70,7 +68,6 @@ def parallelize(
         parts: Parts of the engine, with a full module. Gets the local model and the runtime.
         first: First step of the run. Its first microbatch is traced, if there is no partition yet.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
-        everyone_sees: Whether all replicas keep averaged gradients until the optimizer's step.
 
     Raises:
         ConfigError: the model does not fit the degrees or the memory limits, or an optimizer cannot update parts.
@@ -94,12 +91,12 @@ def parallelize(
         parts.config,
         parts.delayed,
         copies=copies,
-        everyone_sees=everyone_sees,
+        everyone_sees=parts.gradients_are_seen,
         split=layout.split,
     )
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
-    transport = connect(parts, local_model)
+    transport = _connect(parts, local_model)
     if is_first and transport is not None:
         parts.report(render_paths(measure_paths(transport, parts.device)))
     if is_first and (sums := local_model.reduction.describe()):
@@ -107,12 +104,25 @@ def parallelize(
     return local_model
 
 
-def connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
-    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
+def resume(parts: EngineParts) -> None:
+    """Begin another run with the local model of the last one, and with other optimizers. Collective over all ranks.
 
     Args:
         parts: Parts of the engine, with intercepted units. Gets the runtime.
-        local_model: Parameters of this rank, of this run or of the one before.
+
+    Raises:
+        ConfigError: an optimizer cannot update parts.
+        UnsupportedError: a hook that was registered since the last run computes with parts of split layers.
+    """
+    local_model = parts.spread
+    refuse_new_hooks(parts.layout)
+    local_model.take_optimizers(parts.optimizers)
+    parts.late.load(local_model.holdings)
+    _connect(parts, local_model)
+
+
+def _connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
+    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
 
     Returns:
         Transport to the other stages; ``None``: there is a single one.

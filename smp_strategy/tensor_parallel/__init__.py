@@ -14,5 +14,5 @@
 * ``split_module``: the split layers during a run, as the engine uses them.
 * ``parameter_parts``: parts of parameters joined and cut for sums and checkpoints.
 * ``joint_batch``: batches of a group's ranks gathered into one.
-* ``unsplit_views``: modules shown for a moment as before the split.
+* ``unsplit_views``, ``whole_sizes``: modules, and sizes of parameters, shown for a moment as before the split.
 """

@@ -17,6 +17,7 @@ from smp_strategy.tensor_parallel.plan.hooks import hook_problem
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
 from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 from smp_strategy.tensor_parallel.split import SplitModule
+from smp_strategy.tensor_parallel.whole_sizes import whole_sizes
 
 __all__ = ["SplitLayerSet"]
 
@@ -55,6 +56,10 @@ class SplitLayerSet:
     def looking_dense(self) -> AbstractContextManager[None]:
         """Context in which modules have the classes and sizes from before the split; values stay parts."""
         return self._module.appearance.dense()
+
+    def whole_sizes(self) -> AbstractContextManager[None]:
+        """Context in which split parameters have the sizes from before the split, and no values."""
+        return whole_sizes(self.parts)
 
     def to_dense(self) -> None:
         """Make all layers whole again, in place. Collective, on ranks where they are split; gradients are dropped."""

@@ -9,6 +9,7 @@ from hf_checks import EXACT, LENGTH, VOCABULARY, alone, language_model, logged, 
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.pretrained import deferring
 from smp_strategy.model.deferred_tensor import DeferredTensor
 
@@ -28,30 +29,44 @@ def weights(tmp_path_factory):
     return folder
 
 
+def only_at_first(restore):
+    """An engine begins with a whole module, of which no rank has values; after that it is never whole again."""
+
+    def restored(engine):
+        assert engine._parts.local_model is None
+        restore(engine)
+
+    return restored
+
+
 def tokens():
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator) for _ in range(3)]
 
 
 def script(weights, smp):
-    """A script with an Accelerator: it loads a model, trains it and gets its weights."""
+    """A script with an Accelerator: it loads a model, trains it twice and gets its weights."""
     accelerator = fresh_accelerator(None if smp is None else {**smp, **DELAYED})
     model = AutoModelForCausalLM.from_pretrained(weights)
     is_deferred = any(isinstance(each, DeferredTensor) for each in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses = []
-    for batch in tokens():
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return is_deferred, losses, accelerator.get_state_dict(model)
+    for rate in (0.1, 0.01):
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        model, optimizer = accelerator.prepare(model.train(), optimizer)
+        for batch in tokens():
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        state = accelerator.get_state_dict(model)
+        optimizer = accelerator.free_memory(optimizer)
+    return is_deferred, losses, state
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_script_of_accelerate_loads_in_parts(layout, weights):
+def test_a_script_of_accelerate_loads_in_parts_and_trains_on(layout, weights, monkeypatch):
+    monkeypatch.setattr(Engine, "restore_everywhere", only_at_first(Engine.restore_everywhere))
     is_deferred, losses, expected = alone(script, weights, None)
     assert not is_deferred
     size, options = LAYOUTS[layout]
@@ -71,7 +86,7 @@ def adapted(model):
 
 def train(folder, weights, smp, adapt):
     """As users do: arguments first, then the model, then the Trainer."""
-    options = {**EXACT, "optim": "sgd"}
+    options = {**EXACT, "optim": "sgd", "max_steps": 2}
     if smp is None:
         return trained(text_trainer(folder, model=adapt(AutoModelForCausalLM.from_pretrained(weights)), **options))
     from smp_strategy import SMPPlugin
@@ -84,12 +99,15 @@ def train(folder, weights, smp, adapt):
 
 def trained(trainer):
     trainer.train()
-    return logged(trainer), weights_of(trainer)
+    first = logged(trainer)
+    trainer.train()
+    return [*first, *logged(trainer)], weights_of(trainer)
 
 
 @pytest.mark.parametrize("adapt", [lambda model: model, adapted], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trainer_loads_in_parts(layout, adapt, weights, tmp_path):
+def test_a_trainer_loads_in_parts_and_trains_on(layout, adapt, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "restore_everywhere", only_at_first(Engine.restore_everywhere))
     losses, expected = alone(train, tmp_path / "plain", weights, None, adapt)
     size, options = LAYOUTS[layout]
     found, state = on_ranks(train, size, tmp_path / "smp", weights, options, adapt)[0]

@@ -2,6 +2,7 @@
 
 In reading order:
 
+* ``run_hook.py``: runs a hook with a view.
 * ``views.py``: the view of the hook that runs now; chooses one of the two kinds below.
 * ``full_parameters.py``: a single stage: sharded and split parameters are gathered on first use.
 * ``cross_stage.py``: several stages: operations on parameters run on the stages that hold them.

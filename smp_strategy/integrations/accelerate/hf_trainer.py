@@ -31,7 +31,6 @@ import transformers
 from accelerate.utils import load
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import TrainOutput
 
 from smp_strategy.checkpoint.storage.atomic_commit import replacing
 from smp_strategy.checkpoint.storage.torch_load import load_file
@@ -134,13 +133,6 @@ class SMPTrainer(Trainer):
         session = self.accelerator.smp
         self.current_flos *= session.num_data_ranks / session.shape.world_size
         super().store_flos()
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train. The Trainer releases prepared objects first, so the model must be whole before. Collective."""
-        session = self.accelerator.smp
-        if session.has_engine:
-            session.engine.restore_everywhere()
-        return super()._inner_training_loop(*args, **kwargs)
 
     # Saving. The Trainer calls these methods on all ranks.
 

@@ -50,6 +50,7 @@ class Session:
         config: the options, with the number of stages filled in.
         shape: degrees and rank order.
         rank: global rank of this process.
+        device, timeout: as given.
         syncs_blocked: nesting depth of ``no_sync``.
         calls: replaced calls of the partitioned model; ``None`` until one is prepared.
         state_calls: replaced ``state_dict`` methods of all prepared models.
@@ -66,7 +67,7 @@ class Session:
         self.rank = dist.get_rank()
         assert self.config.pipeline_parallel_degree is not None
         self.shape = shape_with(self.config, self.config.pipeline_parallel_degree)
-        self._timeout = timeout
+        self.timeout = timeout
         self.syncs_blocked = 0
         self.calls: ModelCalls | None = None
         self.state_calls: list[StateDictCalls] = []
@@ -87,17 +88,26 @@ class Session:
         """Whether a model is prepared."""
         return self._engine is not None
 
-    def make_engine(self, *, keeps_buffers: bool = False) -> Engine:
-        """Create the engine of a model that is being prepared; close the previous one.
+    def config_of_engine(self, *, keeps_buffers: bool) -> SMPConfig:
+        """Options of an engine.
 
         Args:
             keeps_buffers: keep separate buffers on each replica, whatever the options say.
         """
-        self._close_engine()
-        config = dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
+        return dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
+
+    def begin_engine(self, config: SMPConfig, left: Engine | None) -> Engine:
+        """Take on an engine for a model that is being prepared; close the previous one.
+
+        Args:
+            config: options of a new engine.
+            left: engine with the same options that has left the model spread; ``None``: create a new one.
+        """
+        if self._engine is not left:
+            self._close_engine()
         begin_run()
         speak(OF_ACCELERATE)
-        self._engine = Engine(config, report=self._report, device=self.device, timeout=self._timeout)
+        self._engine = left or Engine(config, report=self._report, device=self.device, timeout=self.timeout)
         return self._engine
 
     def with_weights(self, function: Callable[[], Any]) -> Any:
@@ -128,7 +138,7 @@ class Session:
     def data_groups(self) -> DataGroups:
         """Process groups of the data ranks. Created at the first access, which is collective."""
         if self._data_groups is None:
-            self._data_groups = DataGroups(self.data_ranks(), timeout=self._timeout)
+            self._data_groups = DataGroups(self.data_ranks(), timeout=self.timeout)
         return self._data_groups
 
     @property

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
@@ -149,11 +149,15 @@ class TrainingHooks(HookBase):
             return model
         refuse_compiled(model)
         is_other = self._smp_is_other(model, evaluation_mode)
-        restore_left(model)
+        handler = self.ddp_handler
+        config = self.smp.config_of_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
+        left = None if is_other else engine_left(model, config, self.smp.device, self.smp.timeout)
+        if left is None:
+            restore_left(model)
         own = vars(model).get("forward")
         # In evaluation mode Accelerate adds autocast only, and none of its own data parallelism.
         super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        if self.device_placement if device_placement is None else device_placement:
+        if left is None and (self.device_placement if device_placement is None else device_placement):
             # Meta tensors get their values later, on their own stage.
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         if is_other:
@@ -161,8 +165,7 @@ class TrainingHooks(HookBase):
             self._smp_models.others.append(model)
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
-        handler = self.ddp_handler
-        engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
+        engine = self.smp.begin_engine(config, left)
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
@@ -301,13 +304,13 @@ class TrainingHooks(HookBase):
     # The end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release everything that is prepared; a model is whole again when it is prepared again."""
+        """Release everything that is prepared; a model stays spread over the ranks until it is prepared again."""
         self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
-            engine.detach(failed=True)  # as after a failure: skips restoring the values, which takes memory
+            engine.detach(restores=False)  # takes no memory
             self._smp_leave_partitioned(engine)
         return super().free_memory(*objects)
 

@@ -40,7 +40,7 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
@@ -59,7 +59,7 @@ from smp_strategy.integrations.lightning.precision_plugin import (
 )
 from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
-from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_of
+from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
 from smp_strategy.integrations.pretrained import deferring
@@ -206,12 +206,22 @@ class StrategyHooks(DelegatingStrategy):
         speak(OF_LIGHTNING)
         self._has_failed = False
         self._checkpoints.begin_processes()
-        # An earlier run may have left the module spread over the ranks. Callbacks that copy it in `setup` of a training
-        # run need an ordinary module.
-        module, engine = self.lightning_module, self._engine
+        module = self.lightning_module
         assert module is not None
-        if engine is None or self._is_fitting(module.trainer) or not engine.stays_spread(module):
+        self._take_up(module, module.trainer)
+
+    def _take_up(self, module: Any, trainer: Any) -> None:
+        """Begin with ``module`` as an earlier run has left it, or make it whole. Collective."""
+        trains = self._is_fitting(trainer)
+        # Callbacks that copy the module in `setup` need an ordinary one.
+        copied = trains and any(copies_module(callback) for callback in trainer.callbacks)
+        engine = None if copied else engine_left(module, self.config, self.root_device, self._timeout, trains=trains)
+        if engine is None:
             restore_left(module)
+            return
+        self._engine = engine
+        # The user's set-up meets the module as in a first run. `setup` ends this.
+        self._patches.enter_context(engine.saved.looking_as_built())
 
     # Model and optimizers
 
@@ -223,9 +233,10 @@ class StrategyHooks(DelegatingStrategy):
         self.accelerator.setup(trainer)
         states = self.tree.pytorch("trainer.states")
         fitting = self._is_fitting(trainer)
+        self._patches.close()
         self._engine = self._engine_for(module)
         self.model = module
-        if fitting or not self._engine.stays_spread(module):
+        if not self._engine.stays_spread(module, trains=fitting):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
         self._engine.attach(module, trains=fitting)
@@ -236,7 +247,8 @@ class StrategyHooks(DelegatingStrategy):
         self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
-            self.setup_optimizers(trainer)
+            with self._engine.saved.looking_as_built():
+                self.setup_optimizers(trainer)
         mesh = self._engine.mesh
         spreads = mesh.pp * mesh.tp > 1 or mesh.shard_group is not None
         refuse_unsupported(trainer, module, self.optimizers, spreads=spreads)

@@ -29,7 +29,7 @@ from smp_strategy.integrations.lightning.metrics import share_value
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
 
-__all__ = ["UserHooks", "copies_of"]
+__all__ = ["UserHooks", "copies_module", "copies_of"]
 
 _LOOPS = ("train", "validation", "test", "predict")
 _MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
@@ -40,6 +40,8 @@ _LOGGING = (
 )
 # They enclose the step, which logs by itself, or are in the midst of it.
 _ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
+# It runs when the module is spread already, if an earlier run has left it so.
+_BEGINNING = "on_fit_start"
 # Their results go into the checkpoint.
 _SAVING = ("on_save_checkpoint", "state_dict")
 # These hooks run between the last backward and the `zero_grad` of the next batch.
@@ -49,7 +51,10 @@ _WITH_GRADIENTS = {
 }
 _WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
 # Lightning's own callbacks that work on weights.
-_ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
+_COPYING = {"StochasticWeightAveraging", "WeightAveraging"}
+# Those that run steps in `on_fit_start`.
+_RUNNING = {"LearningRateFinder", "BatchSizeFinder"}
+_ON_WEIGHTS = {*_COPYING, "ModelPruning", "BaseFinetuning"}
 
 
 class UserHooks:
@@ -100,6 +105,11 @@ class UserHooks:
                 if self._is_users(name, owner, kind):
                     self._patched.add(name)
                     self._patches.put(owner, name, stand_in(getattr(owner, name)))
+        if self._engine.is_spread and not _is_among(_RUNNING, owner):
+            if self._is_users(_BEGINNING, owner, kind):
+                self._patches.put(owner, _BEGINNING, self._enclosing(getattr(owner, _BEGINNING)))
+            elif _is_among({"ModelSummary"}, owner):
+                self._patches.put(owner, _BEGINNING, self._looking_as_built(getattr(owner, _BEGINNING)))
 
     def remove(self) -> None:
         """Restore the hooks."""
@@ -110,7 +120,7 @@ class UserHooks:
         is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
         if not hasattr(kind, name) or not is_overridden(name, owner, parent=kind):
             return False
-        if _ON_WEIGHTS.intersection(base.__name__ for base in type(owner).__mro__):
+        if _is_among(_ON_WEIGHTS, owner):
             return True
         return not str(getattr(getattr(owner, name), "__module__", "")).startswith(f"{self._tree.root}.")
 
@@ -157,6 +167,13 @@ class UserHooks:
                 "Decide by a number that is the same on all ranks, such as `self.trainer.strategy.reduce(loss)`."
             )
 
+    def _looking_as_built(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._engine.saved.looking_as_built():
+                return hook(*args, **kwargs)
+
+        return run
+
     def _outside(self, argument: Any) -> Any:
         """``argument``; if it is a closure, one that leaves the hook: the step is no part of it."""
         if not isinstance(argument, self._tree.pytorch("loops.optimization.closure").AbstractClosure):
@@ -190,6 +207,15 @@ def _settle_in(mapping: dict[str, Any], engine: Engine) -> None:
     for key, value in mapping.items():
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in pytree.tree_leaves(value)):
             mapping[key] = settled(value)
+
+
+def copies_module(callback: Any) -> bool:
+    """Whether ``callback`` is one of Lightning's that copy the module when training is set up."""
+    return _is_among(_COPYING, callback)
+
+
+def _is_among(names: set[str], owner: Any) -> bool:
+    return bool(names.intersection(base.__name__ for base in type(owner).__mro__))
 
 
 def copies_of(module: nn.Module, owners: Iterable[Any]) -> Iterator[nn.Module]:
