@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.mesh_shape import MeshShape
-from smp_strategy.distributed.process_groups import carry_host_tensors, new_group, new_subgroup
+from smp_strategy.distributed.process_groups import new_group, new_subgroup
 from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import ConfigError
 
@@ -28,7 +28,7 @@ __all__ = ["ProcessMesh"]
 class ProcessMesh:
     """This rank's place in the mesh and its process groups.
 
-    The default process group must exist; construction is collective.
+    The default process group must exist and carry host tensors; construction is collective.
 
     Args:
         shape: Degrees and rank order.
@@ -55,7 +55,6 @@ class ProcessMesh:
                 f"The mesh has {shape.world_size} ranks (pp {shape.pp} x dp {shape.dp} x tp {shape.tp}), "
                 f"but {dist.get_world_size()} processes run. Start as many processes as the mesh has ranks."
             )
-        carry_host_tensors(device_type)
         self.shape = shape
         self.device_type = device_type
         self.rank = dist.get_rank()

@@ -25,6 +25,8 @@ __all__ = ["carry_host_tensors", "new_group", "new_subgroup"]
 def carry_host_tensors(device_type: str) -> None:
     """Let the default group carry tensors of the host, too. Collective over all ranks if it does not yet.
 
+    Each door calls this before ranks exchange anything.
+
     Args:
         device_type: Type of the devices that the ranks compute on.
 

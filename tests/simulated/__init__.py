@@ -2,8 +2,8 @@
 
 Work that is queued on a stream is done when somebody waits for it, and no earlier, or on a random schedule
 (:func:`lag`); memory that nobody has written to is not a number. So a missing wait between streams gives wrong values
-without a GPU. There are four devices, with operators of the CPU, and a backend for process groups of that name, which
-has a stream of its own, as NCCL has.
+without a GPU. There are four devices, with operators of the CPU, and two backends for process groups: ``simulated``,
+with a stream of its own, as NCCL has, and ``like_gloo``, for ranks that share a device.
 
 The extension (``csrc``) is compiled once, by the compiler of torch's extensions, and kept in ``build/simulated`` of
 the repository. A process that loads it has an accelerator from then on, so only ranks of their own should.
@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["build", "lag", "load"]
+__all__ = ["build", "join", "lag", "load"]
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parents[2] / "build" / "simulated"
@@ -82,11 +82,14 @@ def load(library: Path) -> None:
     torch._register_device_module(NAME, _device_module())
     torch.utils.generate_methods_for_privateuse1_backend()
 
-    def backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return extension.backend(store, rank, size)
+    def register(backend: str, name: str) -> None:
+        def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+            return extension.backend(store, rank, size, name)
 
-    dist.Backend.register_backend(NAME, backend, devices=[NAME])
-    dist.Backend.backend_capability["gloo"].append(NAME)  # for ranks that share a device
+        dist.Backend.register_backend(backend, make, devices=[NAME])
+
+    register("like_gloo", "gloo")
+    register(NAME, NAME)  # the last one is the default for the device
 
 
 def lag(seed: int = 0) -> None:
@@ -95,7 +98,7 @@ def lag(seed: int = 0) -> None:
 
 
 def _device_module() -> ModuleType:
-    ops, count = torch.ops.simulated, torch.accelerator.device_count()
+    ops, count = torch.ops.simulated, torch.ops.simulated.device_count()
     generators = tuple(ops.default_generator(index) for index in range(count))
     module = ModuleType(f"torch.{NAME}")
     module.__dict__.update(
@@ -114,3 +117,14 @@ def _device_module() -> ModuleType:
         get_device_properties=lambda device=None: SimpleNamespace(name=NAME),
     )
     return module
+
+
+def join(backend: str, *, bound: bool = False) -> torch.device:
+    """Replace the default group by one of ``backend``, ``bound`` to this rank's device; returns the device."""
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    device = torch.device(NAME, rank)
+    torch.accelerator.set_device_index(rank)
+    again = dist.PrefixStore("simulated", store)
+    dist.init_process_group(backend, store=again, rank=rank, world_size=size, device_id=device if bound else None)
+    return device

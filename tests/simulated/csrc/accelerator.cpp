@@ -1,8 +1,9 @@
 // Simulated accelerator: a device in the memory of the host, whose work lags behind.
 //
 // An operator is run on meta tensors first, which gives the shapes of its results; then its computation, by the kernel
-// of the CPU, is added to the current stream. Where that cannot be (the shape depends on values, the result is a number,
-// or the operator draws random numbers), the host waits for the stream and computes at once.
+// of the CPU, is added to the current stream. Where that cannot be (the shape depends on values, or the result is a
+// number), the host waits for the stream and computes at once. An operator that draws random numbers is run on zeros
+// first, which moves the generator on; its computation begins at the generator's previous state.
 #include "device.h"
 
 #include <ATen/EmptyTensor.h>
@@ -186,14 +187,24 @@ void copy_values(const IValue& source, const IValue& target) {
   for (size_t number = 0; number < sources.size(); number++) copy_values(sources[number], targets[number]);
 }
 
-std::optional<Stack> shapes_of(const c10::OperatorHandle& op, const Stack& arguments) {
-  auto found = all_converted(arguments, c10::kMeta, as_meta);
+at::Tensor as_zeros(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  return as_wrapped(tensor, as_argument(tensor).clone().zero_());
+}
+
+// Results without values. `drawn`: the generator to draw from, of an operator that does.
+std::optional<Stack> shapes_of(
+    const c10::OperatorHandle& op, const Stack& arguments, const std::optional<at::Generator>& drawn) {
   try {
+    auto found =
+        drawn ? all_converted(arguments, c10::kCPU, as_zeros) : all_converted(arguments, c10::kMeta, as_meta);
+    std::optional<DrawFrom> drawing;
+    if (drawn) drawing.emplace(*drawn);
     op.callBoxed(&found);
+    return found;
   } catch (const std::exception&) {
     return std::nullopt;  // They depend on values; or the arguments are wrong, which the kernel of the host says.
   }
-  return found;
 }
 
 c10::Device device_of(const Stack& arguments) {
@@ -217,13 +228,17 @@ at::Generator generator_in(const Stack& arguments, c10::Device device) {
 }
 
 // Computes at once, when everything before it is done.
-Stack computed(const c10::OperatorHandle& op, const Stack& arguments, c10::Device device, bool is_random) {
+Stack computed(
+    const c10::OperatorHandle& op,
+    const Stack& arguments,
+    c10::Device device,
+    const std::optional<at::Generator>& drawn) {
   const auto& schema = op.schema();
   queues().run_to(queues().end(current_stream(device.index())));
   auto found = all_converted(arguments, c10::kCPU, as_argument);
   {
     std::optional<DrawFrom> drawing;
-    if (is_random) drawing.emplace(generator_in(arguments, device));
+    if (drawn) drawing.emplace(*drawn);
     op.callBoxed(&found);
   }
   if (!gives_tensors(schema)) return found;
@@ -235,7 +250,12 @@ Stack computed(const c10::OperatorHandle& op, const Stack& arguments, c10::Devic
 }
 
 // Adds the computation to the current stream.
-Stack put_off(const c10::OperatorHandle& op, const Stack& arguments, const Stack& shapes, c10::Device device) {
+Stack put_off(
+    const c10::OperatorHandle& op,
+    const Stack& arguments,
+    const Stack& shapes,
+    c10::Device device,
+    const std::optional<at::Generator>& drawn) {
   const auto& schema = op.schema();
   auto results = new_results(schema, arguments, shapes, device);
   std::vector<IValue> outputs;  // for those that are no arguments
@@ -243,9 +263,11 @@ Stack put_off(const c10::OperatorHandle& op, const Stack& arguments, const Stack
     outputs.push_back(
         argument_of(schema, schema.returns()[number]) == -1 ? converted(results[number], c10::kCPU, as_argument)
                                                            : IValue());
-  auto work = [op, inputs = all_converted(arguments, c10::kCPU, as_argument), outputs] {
+  auto work = [op, inputs = all_converted(arguments, c10::kCPU, as_argument), outputs, drawn] {
     PlainDispatch plain;
     auto found = inputs;
+    std::optional<DrawFrom> drawing;
+    if (drawn) drawing.emplace(*drawn);
     op.callBoxed(&found);
     for (size_t number = 0; number < found.size(); number++)
       if (!outputs[number].isNone()) copy_values(found[number], outputs[number]);
@@ -261,10 +283,14 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
   Stack arguments(first, stack->end());
   stack->erase(first, stack->end());
   auto device = device_of(arguments);
-  bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
-  auto shapes = is_random || !gives_tensors(schema) ? std::nullopt : shapes_of(op, arguments);
-  for (auto& each : shapes ? put_off(op, arguments, *shapes, device) : computed(op, arguments, device, is_random))
-    stack->push_back(each);
+  std::optional<at::Generator> numbers, before;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    numbers = generator_in(arguments, device);
+    before = numbers->clone();
+  }
+  auto shapes = gives_tensors(schema) ? shapes_of(op, arguments, numbers) : std::nullopt;
+  auto results = shapes ? put_off(op, arguments, *shapes, device, before) : computed(op, arguments, device, numbers);
+  stack->insert(stack->end(), results.begin(), results.end());
 }
 
 // Memory and views
@@ -401,6 +427,7 @@ TORCH_LIBRARY_FRAGMENT(simulated, m) {
     return std::optional(default_generator(static_cast<c10::DeviceIndex>(device)));
   });
   m.def("seed(int number) -> ()", [](int64_t number) { queues().seed(static_cast<uint64_t>(number)); });
+  m.def("device_count() -> int", [] { return static_cast<int64_t>(NUM_DEVICES); });
   m.def("current_device() -> int", [] { return static_cast<int64_t>(current_device); });
   m.def("set_device(int index) -> ()", [](int64_t index) { current_device = static_cast<c10::DeviceIndex>(index); });
 }

@@ -1,4 +1,5 @@
-// Backend of the simulated accelerator for process groups, as NCCL is that of GPUs.
+// Backends of the simulated accelerator for process groups: one as NCCL is for GPUs, another that passes for gloo, which
+// torch lets carry no tensors of devices that it does not know.
 //
 // Results arrive on a stream of its own, which the current stream waits for when the work is waited for. The ranks
 // exchange bytes through the store of the group. They do so when the collective is called, and wait for its operands
@@ -36,10 +37,13 @@ class Collective final : public c10d::Work {
 
 class StoreBackend final : public c10d::Backend {
  public:
-  StoreBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-      : Backend(rank, size), store_(std::move(store)), stream_(Guard().getNewStream({KIND, 0}, 0)) {}
+  StoreBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name)
+      : Backend(rank, size),
+        store_(std::move(store)),
+        name_(std::move(name)),
+        stream_(Guard().getNewStream({KIND, 0}, 0)) {}
 
-  const std::string getBackendName() const override { return "simulated"; }
+  const std::string getBackendName() const override { return name_; }
   bool supportsSplitting() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { store_->setTimeout(timeout); }
 
@@ -122,11 +126,13 @@ class StoreBackend final : public c10d::Backend {
     auto device = arrived.empty() ? current_device : arrived[0].first.device().index();
     auto stream = key_of(stream_);
     for (const auto& [target, source] : arrived) {
+      auto options = target.options().device(c10::kCPU);
+      auto view = at::from_blob(target.data_ptr(), target.sizes(), target.strides(), options);
       // Holds the target until then, as NCCL does.
-      auto write = [target = target, source = source, options = target.options().device(c10::kCPU)] {
+      auto write = [target = target, view, source = source] {
         c10::impl::ForceDispatchKeyGuard plain(
             c10::DispatchKeySet(c10::DispatchKey::BackendSelect), c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-        at::from_blob(target.data_ptr(), target.sizes(), target.strides(), options).copy_(source);
+        view.copy_(source);
       };
       queues().add(stream, write);
     }
@@ -134,6 +140,7 @@ class StoreBackend final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
+  std::string name_;
   c10::Stream stream_;
   uint64_t number_ = 0;
 };
@@ -141,8 +148,9 @@ class StoreBackend final : public c10d::Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "backend",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<StoreBackend>(store, rank, size);
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& name)
+          -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<StoreBackend>(store, rank, size, name);
       });
 }
 
