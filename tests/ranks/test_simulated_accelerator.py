@@ -139,10 +139,11 @@ def gathered_weights_are_not_waited_for() -> None:
 )
 def test_a_missing_wait_gives_wrong_numbers(library, removal, options):
     ranks = 1 if options.get("pipeline_parallel_degree") == 1 else 2
-    (_, losses), *_ = run_ranks(on_the_host, ranks, options)
-    for _, found in run_ranks(on_accelerators, ranks, options, library, "simulated", False, 0, removal):
-        assert found[0] == losses[0]
-        assert found[1:] != losses[1:]
+    expected = run_ranks(on_the_host, ranks, options)
+    found = run_ranks(on_accelerators, ranks, options, library, "simulated", False, 0, removal)
+    for (_, losses), (_, others) in zip(expected, found, strict=True):
+        assert others[0] == losses[0]
+        assert others[1:] != losses[1:]
 
 
 def test_a_message_that_is_sent_before_it_is_copied_is_garbage(library):
