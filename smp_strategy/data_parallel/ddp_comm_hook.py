@@ -25,6 +25,7 @@ from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.handle import Handle, wait_for
+from smp_strategy.distributed.process_groups import new_group
 from smp_strategy.distributed.topology import find_ranks_per_node
 from smp_strategy.errors import ConfigError
 
@@ -60,9 +61,7 @@ class HierarchicalAllReduceState:
     ) -> None:
         # A group of its own, because messages of the user may have the tags of ours.
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, use_local_synchronization=group is not None)
-        assert own is not None
-        self.group: dist.ProcessGroup = own
+        self.group = new_group(ranks, among_members=group is not None)
         self.size = self.group.size()
         self.buffer_bytes = buffer_bytes
         if ranks_per_node is None:

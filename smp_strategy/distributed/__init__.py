@@ -3,6 +3,7 @@
 Reading order:
 
 * ``mesh_shape``, ``mesh``, ``topology``: rank to coordinates (pure), process groups, ranks per node.
+* ``process_groups``: groups beside a default group of any backends.
 * ``handle``, ``message_tags``: the handle of everything under way, and all ranges of message tags.
 * ``background_wait``: threads that wait for handles.
 * ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.

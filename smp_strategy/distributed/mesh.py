@@ -1,15 +1,11 @@
 """Process mesh: this rank's coordinates, and the process groups through it.
 
-:mod:`smp_strategy.distributed.mesh_shape` maps ranks to places. The groups along one axis are those of torch's
-DeviceMesh, which DTensors can use; a single axis has one of its own, beside the default group, which DeviceMesh would
-take. The others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch names a group that
-only its members make after the number of groups that each of them has, and they deadlock if those numbers differ.
+:mod:`smp_strategy.distributed.mesh_shape` maps ranks to places. All ranks take part in making each group: torch names a
+group that only its members make after the number of groups that each of them has, and they deadlock if those numbers
+differ. No group is the default one, on which ranks also exchange objects: the two must never mix.
 
 An axis with one rank gets a group only on demand: each group of gloo has a thread that wakes up a hundred times per
 second, on a core that computes.
-
-Every group also carries tensors of the host, whatever the ranks compute on: messages between stages, and objects and
-decisions that ranks exchange.
 """
 
 from collections.abc import Sequence
@@ -17,13 +13,12 @@ from datetime import timedelta
 from functools import cached_property
 from typing import final
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.mesh_shape import MeshShape
-from smp_strategy.distributed.torch_private import default_group, set_group_timeout
+from smp_strategy.distributed.process_groups import new_group, new_subgroup
+from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import ConfigError
 
 __all__ = ["ProcessMesh"]
@@ -33,7 +28,7 @@ __all__ = ["ProcessMesh"]
 class ProcessMesh:
     """This rank's place in the mesh and its process groups.
 
-    The default process group must exist; construction is collective.
+    The default process group must exist and carry host tensors; construction is collective.
 
     Args:
         shape: Degrees and rank order.
@@ -42,6 +37,7 @@ class ProcessMesh:
 
     Attributes:
         shape: Degrees and rank order.
+        device_type: Type of the devices that the ranks compute on.
         rank: Global rank of this process.
         pp_rank, dp_rank: Coordinates on the pipeline and among all replicas.
         replicate_rank, shard_rank: ``dp_rank`` as coordinates on its two axes.
@@ -59,31 +55,18 @@ class ProcessMesh:
                 f"The mesh has {shape.world_size} ranks (pp {shape.pp} x dp {shape.dp} x tp {shape.tp}), "
                 f"but {dist.get_world_size()} processes run. Start as many processes as the mesh has ranks."
             )
-        _refuse_without_host(device_type)
         self.shape = shape
+        self.device_type = device_type
         self.rank = dist.get_rank()
         self._timeout = timeout
         if timeout is not None:
             watch_of().timeout = timeout
-        axes = tuple(axis for axis in shape.axes if shape.degrees[axis] > 1) or ("pp",)
-        self.device_mesh = DeviceMesh(
-            device_type,
-            torch.arange(shape.world_size, device="cpu").reshape([shape.degrees[axis] for axis in axes]),
-            mesh_dim_names=axes,
-        )
         here = shape.coordinates(self.rank)
         self.pp_rank, self.replicate_rank, self.shard_rank = here["pp"], here["dp_replicate"], here["dp_shard"]
         self.tp_rank = here["tp"]
         self.dp_rank = self.replicate_rank * shape.dp_shard + self.shard_rank
-        self._along: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in axes}
-        if len(axes) == 1 and shape.world_size > 1:
-            # DeviceMesh takes the default group, on which ranks also exchange objects: the two must never mix.
-            self._along = {axes[0]: self._mine([list(range(shape.world_size))])}
+        self._along = {axis: self._mine(shape.groups(axis)) for axis in shape.axes if shape.degrees[axis] > 1}
         self.shard_group, self.tp_group = self._along.get("dp_shard"), self._along.get("tp")
-        if timeout is not None:
-            # DeviceMesh gives its groups the backend's default, not that of the default group.
-            for group in self._along.values():
-                set_group_timeout(group, timeout)
         # A group of its own even if it has the same ranks: messages here must not queue up behind parameters.
         is_sharded, is_split = self.shard_group is not None, self.tp_group is not None
         self._all_replicas = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else None
@@ -125,9 +108,9 @@ class ProcessMesh:
 
     @cached_property
     def _alone(self) -> dist.ProcessGroup:
-        group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
-        assert group is not None
-        return group
+        if self.shape.world_size == 1:
+            return default_group()
+        return new_group([self.rank], timeout=self._timeout, among_members=True)
 
     @property
     def pp(self) -> int:
@@ -161,7 +144,7 @@ class ProcessMesh:
         if stages not in self._groups:
             last = self.shape.pp - 1
             groups = [[ranks[last - stage] for stage in stages] for ranks in self.shape.groups("pp")]
-            self._groups[stages] = self._made(groups)
+            self._groups[stages] = new_subgroup(groups, self._timeout)
         return self._groups[stages]
 
     def saving_group(self, use: str = "background") -> dist.ProcessGroup:
@@ -170,25 +153,18 @@ class ProcessMesh:
         A writer in the background needs a group that nobody else uses.
         """
         if use not in self._saving_groups:
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
-            assert group is not None
-            self._saving_groups[use] = group
+            self._saving_groups[use] = new_group(backend="gloo", timeout=self._timeout)
         return self._saving_groups[use]
-
-    def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make ``groups``; the one that this rank is in, if any. Collective over all ranks."""
-        mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
-        return mine
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Make ``groups`` that cover all ranks; the one that this rank is in. Collective over all ranks."""
-        mine = self._made(groups)
+        mine = new_subgroup(groups, self._timeout)
         assert mine is not None
         return mine
 
     def close(self) -> None:
         """Drop the process groups; the mesh cannot be used afterwards."""
-        for name in ("device_mesh", "shard_group", "tp_group", "_all_replicas", "_all_parts", "_sums", "_alone"):
+        for name in ("shard_group", "tp_group", "_all_replicas", "_all_parts", "_sums", "_alone"):
             self.__dict__.pop(name, None)  # it may be closed already
         self._along.clear()
         self._groups.clear()
@@ -197,22 +173,3 @@ class ProcessMesh:
     def draw(self) -> str:
         """Table of global ranks; see :meth:`MeshShape.draw`."""
         return self.shape.draw()
-
-
-def _refuse_without_host(device_type: str) -> None:
-    """Refuse a default group whose backend cannot send host tensors: all other groups are made like it.
-
-    If it is bound to a device, they would be split off from it instead.
-    """
-    group = default_group()
-    carried = {device.type for device in group._device_types}
-    lacking = {"cpu", device_type} - carried
-    if not lacking and (device_type == "cpu" or group.bound_device_id is None):
-        return
-    why = f"carries no tensors on {' and '.join(sorted(lacking))}" if lacking else "is bound to a device (`device_id`)"
-    backends = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-    raise ConfigError(
-        f"The default process group {why}, but ranks that compute on {device_type} send tensors of the host as well. "
-        f'Make it with `init_process_group("{backends}")` and without `device_id`; for ranks that share an accelerator '
-        'use "gloo" alone.'
-    )

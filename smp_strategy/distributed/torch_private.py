@@ -7,7 +7,6 @@ expected of it (``tests/unit/distributed/test_torch_private.py``). The compiler'
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ __all__ = [
     "plain_functions",
     "plain_functions_and_modes",
     "sequence_number",
-    "set_group_timeout",
+    "set_backend",
     "swap_contents",
     "unscale_",
     "will_run",
@@ -181,8 +180,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the longest wait of later collectives of ``group``."""
-    # Public from torch 2.14 on, where the private one warns.
-    change = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    change(timeout, group)
+def set_backend(group: dist.ProcessGroup, device: torch.device, *, of: dist.ProcessGroup) -> None:
+    """Let ``group`` send tensors on ``device``, of which it carries none, by the gloo backend of the group ``of``."""
+    group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, of._get_backend(device))

@@ -53,7 +53,7 @@ class Costs:
     @classmethod
     def modelled(cls, device: torch.device) -> Self:
         """Costs without any measurement."""
-        return cls(machine=Machine.nominal(device.type))
+        return cls(machine=Machine.nearest(device.type))
 
     def work(self, events: Sequence[Event]) -> dict[int, Work]:
         """Seconds of each event on a stage of speed 1, by position."""
@@ -117,7 +117,7 @@ def find_costs(
     """
     speeds = () if config.stage_speeds is None else config.speeds(shape.pp)
     if trace is None or not (config.trace_execution_times or config.trace_memory_usage):
-        return Costs(machine=machine or Machine.nominal(device.type), stage_speeds=speeds)
+        return Costs(machine=machine or Machine.nearest(device.type), stage_speeds=speeds)
     where = measuring_device(config, device)
     options = MeasuringOptions(
         device=where,
@@ -126,7 +126,7 @@ def find_costs(
         compares_ranks=config.stage_speeds is None,
         num_replicas=shape.dp,
     )
-    machine = machine or Machine.nominal(where.type)
+    machine = machine or Machine.nearest(where.type)
     measured = measure(calls, trace.events, machine, options)
     return Costs(
         machine=machine,

@@ -89,7 +89,7 @@ class HookView:
         self._parts = parts
         self._ownership = ownership
         self._mesh = mesh
-        self.generators = GlobalGenerators(torch.device(mesh.device_mesh.device_type), self._to_others)
+        self.generators = GlobalGenerators(torch.device(mesh.device_type), self._to_others)
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
         self._whole = ExitStack()

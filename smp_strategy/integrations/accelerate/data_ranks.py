@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.process_groups import new_group, new_subgroup
 
 __all__ = ["DataGroups"]
 
@@ -53,9 +54,9 @@ class DataGroups:
         if self._num > 1:
             # Torch would wait for other ranks in the making of the group, unwatched and with Python's lock.
             collectives.barrier(_GATHER)
-            self._between_firsts = dist.new_group(firsts, timeout=timeout)
+            self._between_firsts = new_group(firsts, timeout=timeout)
         if self._num > 1 and len(self.readers) > 1:
-            self._among_readers, _ = dist.new_subgroups_by_enumeration([list(each) for each in data_ranks], timeout)
+            self._among_readers = new_subgroup(data_ranks, timeout)
 
     @property
     def reading_group(self) -> dist.ProcessGroup:

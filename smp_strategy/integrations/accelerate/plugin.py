@@ -5,7 +5,7 @@ Accelerate has no registry of strategies. But ``Accelerator(parallelism_config=.
 the middle of ``Accelerator.__init__``. At that time the processes are known and nothing is prepared yet, so two things
 happen there:
 
-* The process group is checked. It is Accelerate's own, unless it cannot carry host tensors, which ranks exchange too.
+* The process group, which is Accelerate's, gets a backend for host tensors, which ranks exchange too.
 * The class of the Accelerator, which may be a subclass by the user, is replaced by one with our hooks in front. The
   object exists already, so it cannot be replaced itself. The new class keeps name and module, so code that asks for
   them sees no difference.
@@ -26,7 +26,8 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.crash_report import keep_short
-from smp_strategy.distributed.torch_private import default_group, default_store
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
@@ -43,8 +44,8 @@ __all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     """Make sure that the default process group exists and carries host tensors.
 
-    Accelerate makes groups for the accelerator alone (``nccl``), but ranks exchange host tensors as well; such a group
-    is replaced. A script with a single process has no group; it gets one of size 1.
+    Accelerate makes groups for the accelerator alone (``nccl``), but ranks exchange host tensors as well. A script
+    with a single process has no group; it gets one of size 1.
 
     Args:
         device: compute device of this rank.
@@ -61,23 +62,9 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
                 "train alone. Use Accelerator(cpu=True), ACCELERATE_USE_CPU=true, or `use_cpu: true` in the file of "
                 "`accelerate launch` together with `smp_config`, to train on CPUs."
             )
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    group = default_group()
-    carried = {each.type for each in group._device_types}
-    if "cpu" in carried or device.type == "cpu":
-        return
-    backend = dist.get_backend(group)
-    # The store outlives the group: the ranks find each other again in it, wherever it is served.
-    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        f"cpu:gloo,{device.type}:{backend}",
-        store=dist.PrefixStore("smp_strategy", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+        backend = "gloo" if is_host(device) else f"cpu:gloo,{device.type}:gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    carry_host_tensors(device.type)
 
 
 class AcceleratorHooks(TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):

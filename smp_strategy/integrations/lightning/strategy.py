@@ -36,6 +36,7 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.door_words import OF_LIGHTNING, speak
 from smp_strategy.distributed.failure import begin_run, publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
+from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
@@ -202,6 +203,7 @@ class StrategyHooks(DelegatingStrategy):
         if is_host(self.root_device):
             keep_freed_memory()
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
+        carry_host_tensors(self.root_device.type)
         begin_run()
         speak(OF_LIGHTNING)
         self._has_failed = False

@@ -11,6 +11,7 @@ from smp_strategy.config.sagemaker_options import read_sagemaker
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
+from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.errors import SMPError
 from smp_strategy.integrations.sagemaker.run_state import RunState, begin_current, end_current, is_initialized
 from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
@@ -67,9 +68,10 @@ def choose_device() -> torch.device:
 
 def ensure_process_group(device: torch.device) -> None:
     """Make the default process group if there is none. It carries tensors of the host in any case."""
-    if dist.is_initialized():
-        return
     kind = device.type
+    if dist.is_initialized():
+        carry_host_tensors(kind)
+        return
     shares = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > max(torch.accelerator.device_count(), 1)
     own = dist.Backend.default_device_backend_map.get(kind, "gloo")
     backend = "gloo" if kind == "cpu" or shares else f"cpu:gloo,{kind}:{own}"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
+from smp_strategy.distributed.process_groups import new_subgroup
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.errors import SMPError
@@ -86,7 +87,9 @@ class RunState:
             groups = [sorted(each) for each in self.shape.groups(*axes)]
             key = tuple(map(tuple, groups))
             if key not in known:
-                known[key] = dist.new_subgroups_by_enumeration(groups)[0]
+                mine = new_subgroup(groups)
+                assert mine is not None
+                known[key] = mine
             found[kind] = known[key]
         return found
 

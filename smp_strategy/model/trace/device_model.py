@@ -57,6 +57,11 @@ class Machine(NamedTuple):
         # A copy reads and writes, and nobody computes meanwhile.
         return cls(6e10, 1e10, 2e-6, Link(1e-4, 1e9), HostLink(5e9, is_beside=False))
 
+    @classmethod
+    def nearest(cls, device_type: str) -> Self:
+        """Nominal figures for any kind of device: those of a GPU for all accelerators."""
+        return cls.nominal("cpu" if device_type == "cpu" else "cuda")
+
     def seconds(self, effort: Effort) -> float:
         """Seconds that ``effort`` takes."""
         products = max(effort.flops / self.flops_per_second, effort.product_bytes / self.bytes_per_second)

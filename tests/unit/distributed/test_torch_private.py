@@ -2,7 +2,6 @@
 
 import multiprocessing
 import weakref
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -190,8 +189,22 @@ def test_the_default_group_and_its_store():
         assert group is dist.group.WORLD
         private.default_store().set("key", "value")
         assert private.default_store().get("key") == b"value"
-        private.set_group_timeout(group, timedelta(seconds=7))
-        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_gets_a_backend_of_another_one():
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, other = private.default_group(), dist.new_group(backend="gloo")
+        host = torch.device("cpu")
+        assert group._device_types == [torch.device("cuda")]
+        private.set_backend(group, host, of=other)
+        assert host in group._device_types
+        dist.all_reduce(torch.ones(1), group=group)
+        found = [None]
+        dist.all_gather_object(found, "told", group=group)
+        assert found == ["told"]
     finally:
         dist.destroy_process_group()
 
