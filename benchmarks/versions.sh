@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with other versions of PyTorch than the one in constraints.txt:
 #
-#     benchmarks/versions.sh 2.11.0 2.14.1
+#     benchmarks/versions.sh 2.11.0 2.15.0
 #     benchmarks/versions.sh 2.14.1 -- tests/parity -k gpt2
 #
 # Each version gets an environment of its own, `.venv-torch-VERSION`, with the other packages of constraints.txt. What
@@ -28,7 +28,7 @@ for version in "${versions[@]}"; do
     place=.venv-torch-$version
     if [[ ! -e $place/.installed ]]; then
         python3.11 -m venv "$place"
-        # The package itself caps PyTorch, so its dependencies are installed by name.
+        # Dependencies are installed by name: the package's own cap would keep out releases newer than those tested.
         "$place/bin/python" - >"$place/wanted.txt" <<'PYTHON'
 import tomllib
 

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["MOST", "enough", "spaced"]
 
 # By the folder of a test, how many of its cases are enough for every day. Those of other folders take milliseconds.
-MOST = {"parity": 3, "ranks": 3, "integrations": 2, "examples": 2}
+MOST = {"parity": 2, "ranks": 2, "integrations": 2, "examples": 2}
 
 
 def enough(cases: Sequence[dict[Any, Any]]) -> list[int]:

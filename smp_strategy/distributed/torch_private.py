@@ -6,17 +6,21 @@ expected of it (``tests/unit/distributed/test_torch_private.py``). The compiler'
 ``TorchDispatchMode``, pytrees) are imported where they are used.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils import checkpoint as torch_checkpoint
 
 __all__ = [
     "after_backward",
     "assert_later",
+    "checkpoints_run_in",
     "current_backward",
     "default_group",
     "default_store",
@@ -86,6 +90,35 @@ def is_under_transform() -> bool:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch records."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+# The generator that `checkpoint(use_reentrant=False)` runs around the function; from torch 2.14 on the first name.
+_CHECKPOINTS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+
+
+@contextmanager
+def checkpoints_run_in(
+    around: Callable[[Callable[[], Iterator[None]], Any, bool, Any], Iterator[None]],
+) -> Iterator[None]:
+    """Context in which ``checkpoint(use_reentrant=False)`` runs its function at the ``yield`` of ``around``.
+
+    Args:
+        around: gets a function that makes PyTorch's own generator, then the arguments ``function``,
+            ``preserve_rng_state`` and ``context_fn`` of ``checkpoint``.
+    """
+    name = next(name for name in _CHECKPOINTS if hasattr(torch_checkpoint, name))
+    original = getattr(torch_checkpoint, name)
+    signature = inspect.signature(original)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        given = signature.bind(*args, **kwargs).arguments
+        return around(lambda: original(*args, **kwargs), given["fn"], given["preserve_rng_state"], given["context_fn"])
+
+    setattr(torch_checkpoint, name, generator)
+    try:
+        yield
+    finally:
+        setattr(torch_checkpoint, name, original)
 
 
 # Tensors

@@ -20,6 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
+from smp_strategy.distributed.torch_private import checkpoints_run_in
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.compiled_code import uncompiled_where
 from smp_strategy.model.padded_encoder import padded_encoders
@@ -27,9 +28,6 @@ from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, program_of
 
 __all__ = ["refuse_in_function", "watched_entrances"]
-
-# Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
-_CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
@@ -42,7 +40,6 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
         told: called with the arguments of autograd Functions, which no mode sees.
     """
     apply = vars(torch.autograd.Function)["apply"]
-    generator = vars(torch_checkpoint)[_CHECKPOINT]
 
     def bound(function: Any) -> Callable[..., Any]:
         # It is a class method of Python, or of C (from torch 2.14 on), which has no `__func__`.
@@ -60,13 +57,15 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
         return _apply(bound(function), function, args, kwargs)
 
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
-    setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
     try:
-        with padded_encoders(lambda: glue() is not None), uncompiled_where(lambda: glue() is not None):
+        with (
+            checkpoints_run_in(functools.partial(_checkpoint, glue)),
+            padded_encoders(lambda: glue() is not None),
+            uncompiled_where(lambda: glue() is not None),
+        ):
             yield
     finally:
         type.__setattr__(torch.autograd.Function, "apply", apply)
-        setattr(torch_checkpoint, _CHECKPOINT, generator)
 
 
 def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,17 +103,15 @@ def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: A
 
 
 def _checkpoint(
-    original: Callable[..., Any],
     glue: "Callable[[], Interpreter | None]",
+    original: Callable[[], Iterator[None]],
     function: Any,
     preserve: bool,
     contexts: Any,
-    *args: Any,
-    **kwargs: Any,
 ) -> Iterator[None]:
     program = glue()
     if program is None:
-        yield from original(function, preserve, contexts, *args, **kwargs)
+        yield from original()
         return
     with _recomputing(program, _policy(function, preserve, contexts)):
         yield

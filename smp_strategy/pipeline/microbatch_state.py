@@ -26,7 +26,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import collectors
-from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item, set_items
+from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item, set_items, stored
 from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import frozen
@@ -264,7 +264,7 @@ class _Names:
         self._is_running: dict[Any, bool] = {}
 
     def enter(self, own: Any) -> None:
-        self._shared = dict(self.target)
+        self._shared = dict(stored(self.target))
         self._given = own or {}
         if own:
             set_items(self.target, own)
@@ -272,7 +272,7 @@ class _Names:
     @property
     def plain(self) -> list[tuple[Any, Any]]:
         """Names whose values have changed in this turn and contain no tensors, with the values before."""
-        target, shared = self.target, self._shared
+        target, shared = stored(self.target), self._shared
         if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
             return []
         gone = [(name, before) for name, before in shared.items() if name not in target]
@@ -281,12 +281,12 @@ class _Names:
 
     def is_unchanged(self, name: Any) -> bool:
         """Whether the name holds a plain value, the same as when the turn began."""
-        value = self.target.get(name, MISSING)
+        value = stored(self.target).get(name, MISSING)
         return value is self._shared.get(name, MISSING) and name not in self._given and not _kind(value)
 
     def leave(self) -> dict[Any, Any]:
         """Take out the values of this turn, and return them; the table in [Note: private state]."""
-        target, shared, given = self.target, self._shared, self._given
+        target, shared, given = stored(self.target), self._shared, self._given
         self._shared, self._given = {}, {}
         # The usual turn changes nothing. `is`, because `==` of tensors computes.
         if not given and len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
@@ -317,7 +317,7 @@ class _Names:
         """Merge the own values of all microbatches, in their order: the last one wins, lists are concatenated."""
         for name in dict.fromkeys(name for own in found for name in own):
             values = [own[name] for own in found if name in own]
-            before = self.target.get(name)
+            before = stored(self.target).get(name)
             if isinstance(before, list) and all(_continues(value, before) for value in values):
                 # `self.losses = self.losses + [loss]`
                 set_item(self.target, name, [*before, *(item for value in values for item in value[len(before) :])])
@@ -391,7 +391,7 @@ def _kind(value: Any, levels: int = MOST_LEVELS) -> str:
         return "placed"  # new in this turn, and about to be filled with tensors
     inside: Iterable[Any] = ()
     if isinstance(value, dict):
-        inside = value.values()
+        inside = stored(value).values()
     elif isinstance(value, (list, tuple, set, deque)):
         inside = value
     elif hasattr(value, "__dict__") and not callable(value):
@@ -442,7 +442,9 @@ def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:
         if len(value) > MOST_ENTRIES:
             return
         yield value
-        inside = [(None, item) for item in value] if isinstance(value, (list, set, deque)) else list(value.items())
+        inside = (
+            [(None, item) for item in value] if isinstance(value, (list, set, deque)) else list(stored(value).items())
+        )
         for name, item in inside:
             if not (level == 0 and name in _OF_EVERY_MODULE):
                 yield from _visit(item, level + 1, seen)

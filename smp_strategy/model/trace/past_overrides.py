@@ -7,9 +7,15 @@ changes (a frozen configuration), or entries that exist already (a registry): su
 import collections
 from typing import Any
 
-__all__ = ["delete_item", "refill", "set_item", "set_items"]
+__all__ = ["delete_item", "refill", "set_item", "set_items", "stored"]
 
 _BASES = (collections.OrderedDict, dict, list, set, collections.deque)
+
+
+def stored(mapping: Any) -> Any:
+    """Entries that a mapping holds: a plain dict of them if its class computes what it returns, else the mapping."""
+    overrides = isinstance(mapping, dict) and type(mapping).__getitem__ is not _base_of(mapping).__getitem__
+    return dict(dict.items(mapping)) if overrides else mapping
 
 
 def set_item(mapping: Any, key: Any, value: Any) -> None:

@@ -9,10 +9,13 @@ import pytest
 
 # A thread makes tensors which the main thread frees, as backward does; prints the page faults of later rounds.
 ROUNDS = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
 import torch
 from smp_strategy.distributed.malloc import keep_freed_memory
 
+# Where glibc starts: each large block that is freed raises it, in builds of torch for CUDA while they are imported.
+MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 128 * 1024)
 if sys.argv[1] == "keep":
     keep_freed_memory()
 held = []

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import weakref
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.distributed import torch_private as private
 
@@ -89,6 +91,29 @@ def test_transforms_and_profilers_are_noticed():
     assert not private.is_profiling()
     with torch.profiler.profile():
         assert private.is_profiling()
+
+
+@pytest.mark.parametrize("as_in_torch", [True, False])
+def test_checkpoints_run_where_they_are_told(as_in_torch):
+    ran, asked = [], []
+
+    def around(original, *arguments):
+        asked.append(arguments)
+        yield from original() if as_in_torch else [None]
+
+    def contexts():
+        return nullcontext(), nullcontext()
+
+    def function(x, *, by):
+        ran.append(by)
+        return (x * by).exp()
+
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    with private.checkpoints_run_in(around):
+        checkpoint(function, leaf(), by=2, **options).sum().backward()
+    checkpoint(function, leaf(), by=3, **options)
+    assert asked == [(function, False, contexts)]
+    assert ran == ([2, 2, 3] if as_in_torch else [2, 3])
 
 
 class Loud(Tensor):

@@ -1,6 +1,7 @@
 """Turns of two microbatches on shared objects, without programs."""
 
 import weakref
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -101,3 +102,20 @@ def test_nothing_is_held_after_the_step():
     reference = weakref.ref(glue.kept)
     glue.kept = None
     assert reference() is None
+
+
+class Made(OrderedDict):
+    """Like the table of activations in transformers: makes a new object at each look-up."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+def test_entries_of_a_table_that_makes_what_it_returns_stay_as_they_are():
+    glue = Glue(table=Made(layer=list))
+    state = MicrobatchState([glue], [])
+    state.begin()
+    turn(state, 0, lambda: glue.table["layer"].append(tensors(1)))
+    turn(state, 1, lambda: None)
+    state.end()
+    assert dict(dict.items(glue.table)) == {"layer": list}

@@ -207,7 +207,7 @@ def hostile(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["full", "plain", "legacy", "pickle", "zip", "beyond", "text", "tar", "script"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")  # that, from torch 2.14 on
 def test_hostile_and_wrong_files_are_errors_and_run_nothing(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     path = tmp_path / "x.ckpt"

@@ -44,7 +44,7 @@ def test_files_are_what_their_bytes_are_and_not_what_they_are_called(tmp_path, n
     assert kind_of(path) is CheckpointKind.SAFETENSORS
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")  # from 2.14 on
 def test_archives_of_others_are_named_and_not_taken_for_checkpoints(tmp_path):
     with zipfile.ZipFile(tmp_path / "data.ckpt", "w") as archive:
         archive.writestr("a/readme.txt", "text")
