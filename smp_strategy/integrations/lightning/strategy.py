@@ -301,10 +301,9 @@ class StrategyHooks(DelegatingStrategy):
 
         Pretrained values are read later.
         """
-        delayed = self.config.delayed_parameter_initialization
         with ExitStack() as stack:
             stack.enter_context(super().tensor_init_context(empty_init))
-            if delayed:
+            if self.config.delayed_parameter_initialization:
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(deferring())
             yield
