@@ -26,10 +26,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from smp_strategy.engine.delayed_init import DelayedModule, take_deferred
+from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations import pretrained
 from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.model.deferred_memory import ReadRun
 from smp_strategy.model.deferred_tensor import DeferredTensor
 from tests.parity.huggingface.architecture import Architecture
 from tests.parity.huggingface.table import ARCHITECTURES
@@ -82,12 +83,10 @@ def judge(architecture: Architecture, variant: str = "plain") -> tuple[str, str,
         try:
             with torch.device("meta"), deferring(), _counting(reads):
                 model = _loaded(load)
-            sources = take_deferred(model)
             early = sorted(set(reads))
-            lost = [name for name, tensor in _named(model).items() if tensor.is_meta and tensor not in sources]
-            delayed = DelayedModule(model, 0, CPU, sources)
-            delayed.prepare([])
-            delayed.materialise([tensor for tensors in delayed.parts([]).values() for tensor in tensors])
+            kinds = {name: type(tensor) for name, tensor in _named(model).items() if tensor.is_meta}
+            lost = [name for name, kind in kinds.items() if not issubclass(kind, DeferredTensor)]
+            DelayedModule(model, 0, CPU).prepare([])
         except UnsupportedError as error:
             return "refused", _described(error), sorted(set(reads))
         except Exception as error:
@@ -106,14 +105,16 @@ def _counting(reads: list[str]) -> Iterator[None]:
     """Note in ``reads`` which tensors of files are read, also later."""
     original = pretrained.defer
 
-    def defer(like: Tensor, device: torch.device, read: Callable[[], Tensor]) -> DeferredTensor:
+    def defer(
+        like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None
+    ) -> DeferredTensor:
         name = read.args[0] if isinstance(read, functools.partial) else f"a tensor {list(like.shape)}"
 
         def counted() -> Tensor:
             reads.append(name)
             return read()
 
-        return original(like, device, counted)
+        return original(like, device, counted, read_run)
 
     with patch.object(pretrained, "defer", defer):
         yield

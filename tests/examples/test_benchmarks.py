@@ -51,6 +51,7 @@ SCRIPTS = {
         ["--quick"],
         {"peak_over_share", "load_over_plain", "save_over_plain", "startup_over_plain"},
     ),
+    "pretrained_architectures.py": (["GPT2LMHeadModel"], {"models", "equal", "read_early", "refused", "failed"}),
     "sharding.py": (
         ["--quick"],
         {"world1_overhead", "one_node_time_vs_fsdp2", "one_node_memory_vs_fsdp2"},
