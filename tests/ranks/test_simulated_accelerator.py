@@ -96,7 +96,7 @@ OFFLOAD = {**PIPELINE, "offload_activations": True, "offload_min_bytes": 0}
 )
 def test_training_on_groups_made_beforehand(library, ranks, options, backend, bound, seed):
     expected = run_ranks(on_the_host, ranks, options)
-    found = run_ranks(on_accelerators, ranks, options, library, backend, bound, seed)
+    found = simulated.run_clean(run_ranks, on_accelerators, ranks, options, library, backend, bound, seed)
     for (state, losses), (other, other_losses) in zip(expected, found, strict=True):
         assert other_losses == losses
         assert list(other) == list(state)
@@ -140,7 +140,7 @@ def gathered_weights_are_not_waited_for() -> None:
 def test_a_missing_wait_gives_wrong_numbers(library, removal, options):
     ranks = 1 if options.get("pipeline_parallel_degree") == 1 else 2
     expected = run_ranks(on_the_host, ranks, options)
-    found = run_ranks(on_accelerators, ranks, options, library, "simulated", False, 0, removal)
+    found = simulated.run_clean(run_ranks, on_accelerators, ranks, options, library, "simulated", False, 0, removal)
     for (_, losses), (_, others) in zip(expected, found, strict=True):
         assert others[0] == losses[0]
         assert others[1:] != losses[1:]
@@ -148,4 +148,6 @@ def test_a_missing_wait_gives_wrong_numbers(library, removal, options):
 
 def test_a_message_that_is_sent_before_it_is_copied_is_garbage(library):
     with pytest.raises(RuntimeError, match=r"strides=\[-1"):  # those in its header
-        run_ranks(on_accelerators, 2, PIPELINE, library, "simulated", False, 0, copies_wait_for_nothing)
+        simulated.run_clean(
+            run_ranks, on_accelerators, 2, PIPELINE, library, "simulated", False, 0, copies_wait_for_nothing
+        )

@@ -6,7 +6,8 @@ without a GPU. There are four devices, with operators of the CPU, and two backen
 with a stream of its own, as NCCL has, and ``like_gloo``, for ranks that share a device.
 
 The extension (``csrc``) is compiled once, by the compiler of torch's extensions, and kept in ``build/simulated`` of
-the repository. A process that loads it has an accelerator from then on, so only ranks of their own should.
+the repository. A process that loads it has an accelerator from then on, so only ranks of their own should,
+and none whose parent has run autograd (:func:`run_clean`).
 
 * ``queues.h``: the streams' work, and when it is done.
 * ``device.h``: devices, streams, events, memory and generators, as torch asks for them.
@@ -16,11 +17,15 @@ the repository. A process that loads it has an accelerator from then on, so only
 
 import hashlib
 import importlib.util
+import multiprocessing
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["build", "join", "lag", "load"]
+__all__ = ["build", "join", "lag", "load", "run_clean"]
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parents[2] / "build" / "simulated"
@@ -69,6 +74,23 @@ def build() -> Path:
         for each in objects:
             each.unlink(missing_ok=True)
     return found
+
+
+def run_clean(run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run(*args)``, which forks ranks, in a process in which no backward has run.
+
+    Autograd has threads for the devices that exist at the first backward of a process, and forked ranks inherit the
+    decision. The tests' own process has run others before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "smp_strategy.engine.engine"])
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as pool:
+        return pickle.loads(pool.submit(_pickled, run, *args).result())
+
+
+def _pickled(run: Callable[..., Any], *args: Any) -> bytes:
+    # Not multiprocessing's own way for tensors, which passes handles.
+    return pickle.dumps(run(*args))
 
 
 def load(library: Path) -> None:
