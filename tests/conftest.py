@@ -12,12 +12,13 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.grids import MOST, enough, spaced
 
 torch.set_num_threads(1)
-settings.register_profile("suite", max_examples=50, deadline=None)
+# How long examples take says nothing on a machine that does other work.
+settings.register_profile("suite", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 
