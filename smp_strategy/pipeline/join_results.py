@@ -225,19 +225,24 @@ def _is_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     items = [(item, size) for output, size in zip(outputs, sizes, strict=True) for item in output if item is not None]
     if isinstance(outputs[0], tuple) and any(_is_number(item) for item, _ in items):
         return False  # several results, not one of each sample
-    return are_alike([item for item, _ in items]) and not all(_has_all(item, size) for item, size in items)
+    # In a list, objects are rather those of one sample each, whatever their sizes.
+    opens = isinstance(outputs[0], tuple)
+    return are_alike([item for item, _ in items]) and not all(_has_all(item, size, opens) for item, size in items)
 
 
 def _is_number(item: Any) -> bool:
     return isinstance(item, (int, float, complex, np.generic)) or (isinstance(item, Tensor) and item.ndim == 0)
 
 
-def _has_all(item: Any, size: int) -> bool:
-    """Whether ``item`` by itself has an entry for each sample."""
+def _has_all(item: Any, size: int, opens: bool) -> bool:
+    """Whether ``item`` by itself has an entry for each sample; ``opens``: also as an object with fields."""
     if isinstance(item, (Tensor, np.ndarray)):
         return item.ndim > 0 and len(item) == size
     if isinstance(item, Mapping):
-        return bool(item) and all(_has_all(value, size) for value in item.values())
+        return bool(item) and all(_has_all(value, size, opens) for value in item.values())
+    if opens and (hasattr(item, "_fields") or dataclasses.is_dataclass(item)):
+        values = item if isinstance(item, tuple) else vars(item).values()
+        return all(_has_all(value, size, opens) for value in values if not isinstance(value, (str, NoneType)))
     return is_list(item) and len(item) == size
 
 

@@ -71,6 +71,21 @@ def test_a_batch_is_the_merge_of_its_microbatches(case, num_microbatches):
     assert plain(merge(parts, sizes)) == before == plain(batch)
 
 
+TEXTS = [f"text {number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("result", [Pair(TEXTS, TEXTS), Record(TEXTS, "a note"), {"x": Pair(TEXTS, TEXTS)}])
+def test_a_tuple_of_results_with_fields_is_no_list_of_samples(result):
+    batch = (result, result)
+    parts, sizes = split(batch, 2)
+    assert plain(merge(parts, sizes)) == plain(batch)
+
+
+def test_a_list_of_objects_with_fields_has_one_for_each_sample():
+    outputs = [[Pair(torch.ones(2), torch.ones(2))] * 2, [Pair(torch.zeros(2), torch.zeros(2))] * 2]
+    assert plain(merge(outputs, (2, 2))) == plain(outputs[0] + outputs[1])
+
+
 @given(st.integers(1, 1000), st.integers(1, 100))
 def test_sizes_add_up_and_differ_by_one_at_most(num_samples, num_microbatches):
     sizes = sizes_of(num_samples, num_microbatches)
