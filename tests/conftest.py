@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.grids import MOST, enough, spaced
 
 torch.set_num_threads(1)
-# How long examples take says nothing on a machine that does other work.
+# Examples take long on a machine that does other work.
 settings.register_profile("suite", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 

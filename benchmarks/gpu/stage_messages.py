@@ -49,7 +49,7 @@ UNDER_WAY = 4
 
 
 class Messages(NamedTuple):
-    """What one size and path give."""
+    """Figures of one size on one path."""
 
     is_right: bool
     latency: float

@@ -52,7 +52,7 @@ _WITH_GRADIENTS = {
 _WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
 # Lightning's own callbacks that work on weights.
 _COPYING = {"StochasticWeightAveraging", "WeightAveraging"}
-# Those that run steps in `on_fit_start`.
+# Callbacks that run steps in `on_fit_start`.
 _RUNNING = {"LearningRateFinder", "BatchSizeFinder"}
 _ON_WEIGHTS = {*_COPYING, "ModelPruning", "BaseFinetuning"}
 

@@ -1,6 +1,6 @@
 """Paths between accelerators, the best one first, and the ranks that each is possible between, as far as is known.
 
-What is possible shows when the channels are tried (:mod:`~smp_strategy.pipeline.device_channels.probe`).
+A trial of the channels decides (:mod:`~smp_strategy.pipeline.device_channels.probe`).
 """
 
 from abc import ABC, abstractmethod

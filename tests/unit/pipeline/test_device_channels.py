@@ -38,7 +38,7 @@ def everything_is_large_and_on_a_device(monkeypatch):
 
 
 class Way:
-    """What is under way from one rank to another.
+    """Messages under way from one rank to another.
 
     Args:
         sender, receiver: channels.
