@@ -9,15 +9,16 @@ STAMP := .venv/.installed
 # One thread per process: ranks on one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS := 1
 
-# Two processes share the tests: many of them wait for other ranks most of the time.
+# Two processes share the tests, a folder at a time, those that take longest first.
 SHELL := bash -o pipefail
-test-ranks := tests/parity tests/ranks tests/unit
-test-rest := $(filter-out $(test-ranks) tests/programs,$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
+longest := integrations ranks examples parity unit
+others := $(filter-out __pycache__ programs simulated $(longest),$(notdir $(patsubst %/,%,$(wildcard tests/*/))))
+tests := $(addprefix test-,$(longest) $(others))
 
 # Of grids of cases, as many as tests/grids.py says.
 cases := --sparse
 
-.PHONY: help setup train test test-all test-ranks test-rest test-programs lint format picture
+.PHONY: help setup train test test-all test-programs lint format picture $(tests)
 
 help:
 	@sed -n 1,2p Makefile
@@ -33,13 +34,13 @@ train: setup
 	$(BIN)/python examples/train.py
 
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-rest
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(tests)
 
 test-all: lint
-	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-rest cases=
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(tests) cases=
 
-test-ranks test-rest: setup
-	$(BIN)/python -m pytest $(cases) $($@) 2>&1 | sed -u "s/^/$@: /"
+$(tests): test-%: setup
+	$(BIN)/python -m pytest $(cases) tests/$* 2>&1 | sed -u "s/^/$@: /"
 
 # Libraries that users bring along. They have packages that would change what other tests see.
 test-programs: .venv-programs/.installed

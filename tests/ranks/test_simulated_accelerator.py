@@ -147,7 +147,8 @@ def test_a_missing_wait_gives_wrong_numbers(library, removal, options):
 
 
 def test_a_message_that_is_sent_before_it_is_copied_is_garbage(library):
-    with pytest.raises(RuntimeError, match=r"strides=\[-1"):  # those in its header
+    # Either the garbage of a header is refused as the strides of a tensor, or memory is overwritten and a rank dies.
+    with pytest.raises(RuntimeError, match=r"strides=\[-1|ended without a result"):
         simulated.run_clean(
             run_ranks, on_accelerators, 2, PIPELINE, library, "simulated", False, 0, copies_wait_for_nothing
         )
