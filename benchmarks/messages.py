@@ -9,18 +9,21 @@ For each size, with the transport that stages use, in the same processes:
 * *bandwidth*: tensors follow each other in one direction, some of them under way at a time, and the receiver drops each
   when the next one comes; their bytes over the time until the last one is there. *CPU* is the processor time that both
   processes spend for that, which other work on the machine does not change much.
+* *copies*: the bandwidth of one process that copies as many such tensors within its own memory, while the other waits.
+  A tensor that goes through shared memory is copied once by its sender, so this is the bound of its bandwidth.
 
 Then *steps*: those settings of ``pipeline.py`` that compute, on two ranks. Two engines have the same weights, batch,
 cut and policy, and differ in ``stage_transport``. Their weights must be equal, bit for bit, before anything is timed.
 
 The paths take turns, each going first every other time. What counts is the median of the ratios of neighbours.
 
-The last line is JSON: ``shm_over_gloo_bandwidth``, the worst ratio from 1 to 64 MiB; ``shm_over_gloo_latency``, the
-ratio at 1 KiB; ``shm_over_gloo_cpu``, the worst ratio of processor time from 1 to 64 MiB; ``shm_over_gloo_step``, the
-worst ratio of steps.
+The last line is JSON, with the worst ratios of 1 to 64 MiB: ``shm_over_gloo_bandwidth``; ``shm_over_copies``, of
+bandwidths as well; ``shm_over_gloo_cpu``, of processor time. ``shm_over_gloo_latency`` is the ratio at 1 KiB, and
+``shm_over_gloo_step`` the worst ratio of steps.
 """
 
 import copy
+import ctypes
 import json
 import sys
 import time
@@ -46,6 +49,7 @@ from smp_strategy.testing import run_ranks
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WAYS = ("gloo", "shared_memory")
+COPIES = "copies"
 
 
 class Amount(NamedTuple):
@@ -69,7 +73,7 @@ QUICK = Amount((KIB, MIB), 1, 4, 8 * MIB)
 
 
 class Figures(NamedTuple):
-    """Of one path and size, in one round."""
+    """Of one path (or of copies) and size, in one round."""
 
     latency: float
     """Seconds."""
@@ -117,6 +121,20 @@ def stream(transport: Transport, spec: TensorSpec, number: int, under_way: int) 
     return time.perf_counter() - began, time.process_time() - worked
 
 
+def copies(size: int, number: int, under_way: int) -> float:
+    """Seconds in which rank 0 copies ``number`` tensors; on the other rank, seconds of waiting for that."""
+    sources, targets = ([torch.zeros(size, dtype=torch.uint8) for _ in range(under_way)] for _ in range(2))
+    dist.barrier()
+    began = time.perf_counter()
+    if dist.get_rank() == 0:
+        for turn in range(number):
+            place = turn % under_way
+            ctypes.memmove(targets[place].data_ptr(), sources[place].data_ptr(), size)
+    seconds = time.perf_counter() - began
+    dist.barrier()
+    return seconds
+
+
 def measure(amount: Amount) -> dict[int, list[dict[str, Figures]]]:
     """Figures of each size, round and path."""
     transports = {}
@@ -136,6 +154,8 @@ def measure(amount: Amount) -> dict[int, list[dict[str, Figures]]]:
                 both = torch.tensor([cpu])
                 dist.all_reduce(both)
                 figures[way] = Figures(latency, number * size / seconds, both.item() / (number * size) * 1024 * MIB)
+            seconds = copies(size, number, amount.under_way(size))
+            figures[COPIES] = Figures(seconds / number, number * size / seconds, seconds / (number * size) * 1024 * MIB)
             if turn >= 0:
                 found[size].append(figures)
     for transport in transports.values():
@@ -198,10 +218,9 @@ def compare_steps(is_quick: bool) -> float:
     return worst
 
 
-def ratio(rounds: Sequence[dict[str, Figures]], name: str) -> float:
-    """Median of shared memory over gloo."""
-    gloo, shared = WAYS
-    return median(getattr(each[shared], name) / getattr(each[gloo], name) for each in rounds)
+def ratio(rounds: Sequence[dict[str, Figures]], name: str, of: str = "gloo") -> float:
+    """Median of shared memory over another path, or over copies."""
+    return median(getattr(each["shared_memory"], name) / getattr(each[of], name) for each in rounds)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -209,17 +228,20 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)  # also those of the processes to come
     is_quick = "--quick" in arguments
     found = run_ranks(measure, 2, QUICK if is_quick else Amount(), timeout=900)[0]
-    print(f"{'':10} {'latency us':>22} {'GB/s':>22} {'CPU s per GiB':>22}")
-    print(f"{'KiB':>10} " + f"{'gloo':>8}{'shared':>7} {'ratio':>6} " * 3)
+    print(f"{'':10} {'latency us':>22} {'GB/s':>22} {'CPU s per GiB':>22} {'copies GB/s':>15}")
+    print(f"{'KiB':>10} " + f"{'gloo':>8}{'shared':>7} {'ratio':>6} " * 3 + f"{'':8} {'ratio':>6}")
     for size, rounds in found.items():
         columns = []
         for name, factor in (("latency", 1e6), ("bandwidth", 1e-9), ("cpu", 1.0)):
             gloo, shared = (median(getattr(each[way], name) for each in rounds) * factor for way in WAYS)
             columns.append(f"{gloo:8.2f}{shared:7.2f} {ratio(rounds, name):6.2f} ")
+        bound = median(each[COPIES].bandwidth for each in rounds) * 1e-9
+        columns.append(f"{bound:8.2f} {ratio(rounds, 'bandwidth', COPIES):6.2f}")
         print(f"{size // KIB:10} " + "".join(columns), flush=True)
     large = [rounds for size, rounds in found.items() if size >= MIB]
     figures = {
         "shm_over_gloo_bandwidth": min(ratio(rounds, "bandwidth") for rounds in large),
+        "shm_over_copies": min(ratio(rounds, "bandwidth", COPIES) for rounds in large),
         "shm_over_gloo_latency": ratio(found[KIB], "latency"),
         "shm_over_gloo_cpu": max(ratio(rounds, "cpu") for rounds in large),
         "shm_over_gloo_step": compare_steps(is_quick),

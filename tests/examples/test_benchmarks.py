@@ -41,7 +41,13 @@ SCRIPTS = {
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
     "messages.py": (
         ["--quick"],
-        {"shm_over_gloo_bandwidth", "shm_over_gloo_latency", "shm_over_gloo_cpu", "shm_over_gloo_step"},
+        {
+            "shm_over_gloo_bandwidth",
+            "shm_over_copies",
+            "shm_over_gloo_latency",
+            "shm_over_gloo_cpu",
+            "shm_over_gloo_step",
+        },
     ),
     "pipeline.py": (
         ["--quick"],
