@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Runs a command on the ranks of two "nodes" with a slow link between them, on one machine:
 #
-#     benchmarks/netlab.sh [--rate 200mbit] [--ranks-per-node 2] [--] COMMAND [ARGUMENT...]
+#     benchmarks/netlab.sh [--rate 200mbit] [--per-connection RATE] [--ranks-per-node 2] [--] COMMAND [ARGUMENT...]
 #     benchmarks/netlab.sh python benchmarks/sharding.py
 #
 # A node is a network namespace. Ranks of one node talk to each other at the speed of the machine. The only way between
 # the nodes is a pair of virtual network cards, each of which sends at no more than the given rate (as `tc` writes it).
+# With --per-connection no single connection is faster than that, as in the networks of large data centres (connections
+# are told apart by six bits of a port, so that now and then two share the rate).
 #
 # Each rank finds the variables of torchrun in its environment, with LOCAL_WORLD_SIZE ranks to a node, and what has
 # crossed the link in /sys/class/net/eth0/statistics. The output is that of rank 0, and what the others wrote if they
@@ -16,6 +18,7 @@
 set -euo pipefail
 
 RATE=200mbit
+PER_CONNECTION=
 RANKS_PER_NODE=2
 GRACE_SECONDS=5 # for the others, after the first failure
 
@@ -26,11 +29,12 @@ fail() {
 
 while [[ $# -gt 0 && $1 == --* ]]; do
     case $1 in
-        --rate | --ranks-per-node) [[ $# -ge 2 ]] || fail "$1 needs a value." ;;&
+        --rate | --per-connection | --ranks-per-node) [[ $# -ge 2 ]] || fail "$1 needs a value." ;;&
         --rate) RATE=$2 && shift 2 ;;
+        --per-connection) PER_CONNECTION=$2 && shift 2 ;;
         --ranks-per-node) RANKS_PER_NODE=$2 && shift 2 ;;
         --) shift && break ;;
-        *) fail "$1 is no option. There are --rate (now $RATE) and --ranks-per-node (now $RANKS_PER_NODE)." ;;
+        *) fail "$1 is no option. There are --rate, --per-connection and --ranks-per-node." ;;
     esac
 done
 [[ $# -gt 0 ]] || fail "no command is given. Usage: netlab.sh [--rate R] [--ranks-per-node N] [--] COMMAND..."
@@ -88,6 +92,19 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+# Commands of `tc`: a class with the rate of a connection for each value of six bits of the port it goes to.
+per_connection() {
+    local number filter="filter add dev eth0 parent 1: prio 1 protocol ip u32"
+    echo "qdisc add dev eth0 root handle 1: htb"
+    echo "class add dev eth0 parent 1: classid 1:fff htb rate $RATE quantum 60000"
+    echo "filter add dev eth0 parent 1: prio 1 handle 2: protocol ip u32 divisor 64"
+    for number in $(seq 0 63 | xargs printf "%x\n"); do
+        echo "class add dev eth0 parent 1:fff classid 1:1$number htb rate 1mbit ceil $PER_CONNECTION quantum 60000"
+        echo "$filter ht 2:$number: match u32 0 0 flowid 1:1$number"
+    done
+    echo "$filter ht 800:: match ip protocol 6 0xff hashkey mask 0x0000007e at 20 link 2:"
+}
+
 for node in "${NODES[@]}"; do
     ip netns add "$node" || fail "this machine does not let namespaces be made (a container needs CAP_SYS_ADMIN)."
 done
@@ -97,8 +114,12 @@ for number in 0 1; do
     ip -n "$node" addr add "10.77.0.$((number + 1))/24" dev eth0
     ip -n "$node" link set lo up
     ip -n "$node" link set eth0 up
-    tc -n "$node" qdisc add dev eth0 root tbf rate "$RATE" burst 128kb latency 400ms ||
-        fail "\`tc\` does not take the rate $RATE. Write it like 200mbit."
+    if [[ -z $PER_CONNECTION ]]; then
+        echo "qdisc add dev eth0 root tbf rate $RATE burst 128kb latency 400ms"
+    else
+        per_connection
+    fi | tc -n "$node" -batch - ||
+        fail "\`tc\` does not take a rate of $RATE${PER_CONNECTION:+ and $PER_CONNECTION}. Write it like 200mbit."
 done
 
 export MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1

@@ -11,7 +11,7 @@ second, on a core that computes.
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import final
+from typing import Final, final
 
 import torch.distributed as dist
 
@@ -21,7 +21,10 @@ from smp_strategy.distributed.process_groups import new_group, new_subgroup
 from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import ConfigError
 
-__all__ = ["ProcessMesh"]
+__all__ = ["STAGE_CONNECTIONS", "ProcessMesh"]
+
+STAGE_CONNECTIONS: Final = 4
+"""Number of connections between two stages of which some are on different nodes."""
 
 
 @final
@@ -77,6 +80,7 @@ class ProcessMesh:
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._saving_groups: dict[str, dist.ProcessGroup] = {}
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
+        self._more_stage_groups: list[dist.ProcessGroup] = []
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -147,6 +151,16 @@ class ProcessMesh:
             self._groups[stages] = new_subgroup(groups, self._timeout)
         return self._groups[stages]
 
+    def more_stage_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Groups of the same ranks as ``pp_group``, for the pieces of large messages. Collective over all ranks.
+
+        There are none if every replica has its stages on one node.
+        """
+        stages = self.shape.groups("pp")
+        if not self._more_stage_groups and not all(self.shape.are_on_one_node(each[0], "pp") for each in stages):
+            self._more_stage_groups = [self._mine(stages, "gloo") for _ in range(STAGE_CONNECTIONS - 1)]
+        return self._more_stage_groups
+
     def saving_group(self, use: str = "background") -> dist.ProcessGroup:
         """Group of all ranks on the host, for writing files; collective at the first call for a ``use``.
 
@@ -156,9 +170,9 @@ class ProcessMesh:
             self._saving_groups[use] = new_group(backend="gloo", timeout=self._timeout)
         return self._saving_groups[use]
 
-    def _mine(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def _mine(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Make ``groups`` that cover all ranks; the one that this rank is in. Collective over all ranks."""
-        mine = new_subgroup(groups, self._timeout)
+        mine = new_subgroup(groups, self._timeout, backend)
         assert mine is not None
         return mine
 
@@ -168,6 +182,7 @@ class ProcessMesh:
             self.__dict__.pop(name, None)  # it may be closed already
         self._along.clear()
         self._groups.clear()
+        self._more_stage_groups.clear()
         self._saving_groups.clear()
 
     def draw(self) -> str:

@@ -68,10 +68,19 @@ def new_group(
     return group
 
 
-def new_subgroup(groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """Make ``groups`` of global ranks, without overlap; the one of this rank, if any. Collective over all ranks."""
+def new_subgroup(
+    groups: Sequence[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Make ``groups`` of global ranks, without overlap; the one of this rank, if any. Collective over all ranks.
+
+    Args:
+        groups: Global ranks of each group.
+        timeout: Timeout of collectives; ``None``: the backend's.
+        backend: Backend; ``None``: those of the default group, and one that carries host tensors.
+    """
     with _unbound():
-        mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout, _backends())[0]
+        made = dist.new_subgroups_by_enumeration(groups, timeout, backend or _backends())
+    mine: dist.ProcessGroup | None = made[0]
     return mine
 
 

@@ -131,7 +131,7 @@ def _connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
     transport = None
     if mesh.pp > 1:
         channels = open_channels(mesh.stage_ranks, mesh.pp_group, parts.config.stage_transport, parts.device)
-        transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout, channels)
+        transport = Transport(mesh.stage_ranks, mesh.pp_group, parts.timeout, channels, mesh.more_stage_groups())
     local_model.show_in(parts.views, transport, lambda: parts.optimizers)
     if calls.mixed_precision is not None:
         calls.mixed_precision.keep(local_model.whole_parameters)

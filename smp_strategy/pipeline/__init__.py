@@ -29,6 +29,7 @@ microbatch           Splitting of a batch into microbatches.
 job                  A step to be run, and its result.
 current_program      Holder of the running program.
 wire_format          Tensors as messages.
+connections          Messages over gloo, the large ones in pieces on several connections.
 channel              Interface of the ways between stages; the way through gloo.
 shared_memory_channel  The way through memory that two ranks of a machine share.
 place_header         Header that says where a tensor is.

@@ -13,7 +13,7 @@ Both ends know size, dtype and device of the tensor from the program, and so cho
 """
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline import wire_format as messages
 
-__all__ = ["Channel", "GlooChannel", "Header"]
+__all__ = ["GLOO", "Channel", "GlooChannel", "Header"]
+
+GLOO: Final = "gloo"
+"""Name of the path whose headers contain the tensor."""
 
 
 class Header(ABC):
@@ -98,7 +101,7 @@ class GlooChannel(Channel):
         return _WholeTensor(spec, host, None if host is spec else self._copies_of(spec.device))
 
     def path_of(self, spec: TensorSpec) -> str:
-        return "gloo"
+        return GLOO
 
     def trim(self) -> None:
         pass

@@ -148,9 +148,9 @@ def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPa
                 transport.confirm(stage + 1, BANDWIDTH)
         elif stage % 2 != parity and stage > 0:
             seconds = min(_seconds(transport, stage - 1, payload, ready) for _ in range(_ROUNDS))
-            channel, source = transport.channels[stage - 1], transport.stage_ranks[stage - 1]
-            name = channel.path_of(TensorSpec.of(payload))
-            found.append(MeasuredPath(source, transport.rank, name, MEASURED_BYTES / seconds, channel.declined))
+            source, declined = transport.stage_ranks[stage - 1], transport.channels[stage - 1].declined
+            name = transport.path_of(TensorSpec.of(payload), stage - 1)
+            found.append(MeasuredPath(source, transport.rank, name, MEASURED_BYTES / seconds, declined))
     transport.flush()
     return sorted(sum(collectives.gather_objects(found, "the bandwidth between stages"), []))
 

@@ -6,7 +6,8 @@ thread is woken for a message that has arrived by then.
 
 Each message has a *header*, which gloo carries. gloo matches headers of a pair of ranks by tag, so messages may
 overtake each other. The :class:`~smp_strategy.pipeline.channel.Channel` to the other stage decides what else there is:
-the header may contain the tensor or say where it is.
+the header may contain the tensor or say where it is. Large headers take several
+:class:`~smp_strategy.pipeline.connections.Connections`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, GlooChannel
+from smp_strategy.pipeline.channel import GLOO, Channel, GlooChannel
+from smp_strategy.pipeline.connections import Connections
 
 __all__ = ["Receipt", "Transport"]
 
@@ -74,6 +76,7 @@ class Transport:
         group: process group of the replica's stages.
         timeout: longest wait for a message; ``None``: timeout of the group's backend.
         channels: channel between this stage and each; ``None``: gloo carries all messages.
+        more_groups: groups of the same stages for the pieces of large messages.
 
     Attributes:
         stage_ranks, group, channels: as given.
@@ -90,12 +93,12 @@ class Transport:
         group: dist.ProcessGroup,
         timeout: timedelta | None = None,
         channels: Sequence[Channel] | None = None,
+        more_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.stage_ranks = stage_ranks
         self.channels = channels or [GlooChannel()] * len(stage_ranks)
-        self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self.group = group
-        self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
+        self._connections = Connections(stage_ranks, [group, *more_groups], timeout)
         # By receiver's stage and tag.
         self._sent: dict[tuple[int, int], Handle[object]] = {}
         self.result_tags = (SHARED_RESULTS + number % NUM_SHARED_RESULTS for number in count())
@@ -115,46 +118,46 @@ class Transport:
         header = self.channels[stage].post(tensor, spec)
         if isinstance(header, OnHost):
             copy = header
-            started = Handle(lambda: self._start(copy.wait(), stage, tag))
+            started = Handle(lambda: self._start(copy.wait(), spec, stage, tag))
             self.listeners.expect(started)
             self._sent[stage, tag] = started.then(lambda sent: sent.wait())
         else:
-            self._sent[stage, tag] = self._start(header, stage, tag)
+            self._sent[stage, tag] = self._start(header, spec, stage, tag)
         self.sent.add((self._outgoing[stage], tag))
 
-    def _start(self, message: Tensor, stage: int, tag: int) -> Handle[object]:
+    def _start(self, header: Tensor, spec: TensorSpec, stage: int, tag: int) -> Handle[object]:
         """Begin to send memory of the host."""
         try:
-            # As `dist.isend` and `dist.irecv`, without their checks: there are two of them per hop.
-            work = self.group.send([message], self._peers[stage], tag)
+            return self._connections.send(header, stage, tag, spec.nbytes)
         except RuntimeError as error:
             raise_lost(error, self.stage_ranks[stage], "sending a tensor to")
-        timeout = self._timeout
-
-        def wait(_: Tensor = message) -> object:  # which must live until then
-            return work.wait(timeout)
-
-        return Handle(wait)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Post a receive of a tensor with the metadata ``spec``."""
         header = self.channels[stage].header(spec)
         try:
-            work = self.group.recv([header.memory], self._peers[stage], tag)
+            arrival = self._connections.receive(header.memory, stage, tag, spec.nbytes)
         except RuntimeError as error:
             raise_lost(error, self.stage_ranks[stage], "waiting for a tensor from")
-        timeout = self._timeout
 
         def wait() -> Landed:
-            work.wait(timeout)
+            arrival.wait()
             return header.take()
 
-        receipt = Receipt((self.stage_ranks[stage], tag), Handle(wait, header.is_there), self)
+        # A header sees its own end only.
+        is_cut = self._connections.number_of_pieces(min(header.memory.nbytes, spec.nbytes)) > 1
+        is_there = None if is_cut else header.is_there
+        receipt = Receipt((self.stage_ranks[stage], tag), Handle(wait, is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
         if header.goes_on:
             receipt.listen()  # so that the copy to the device begins as soon as it can
         return receipt
+
+    def path_of(self, spec: TensorSpec, stage: int) -> str:
+        """Name of the path of a tensor like ``spec`` between this stage and another."""
+        path, pieces = self.channels[stage].path_of(spec), self._connections.number_of_pieces(spec.nbytes)
+        return f"{path} on {pieces} connections" if path == GLOO and pieces > 1 else path
 
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` has arrived."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_replicas_are_compared_on_one_node_and_on_two(tmp_path):
     }
     # Not a time: the bytes are those of the algorithm, and some headers.
     assert found["slow_link_bytes_over_bound"] < 1.1 < found["ddp_bytes_over_bound"]
+
+
+@needs_namespaces
+def test_several_connections_are_faster_where_each_has_a_limit():
+    options = ("--ranks-per-node", "1", "--rate", "800mbit", "--per-connection", "100mbit")
+    script = f"{sys.executable} {NETLAB.parent / 'connections.py'} --quick"
+    done = netlab(script, *options)
+    # The link makes it so, not the processor: four at most, and two of them may share a class.
+    assert json.loads(done.stdout.splitlines()[-1])["several_over_one"]["4"] > 1.5
 
 
 @pytest.mark.parametrize(
