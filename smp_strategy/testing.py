@@ -160,6 +160,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
+        dist.barrier()  # a rank that ended at once would break connections that others are still making
         result = (True, fn(*args))
     except BaseException:
         result = (False, traceback.format_exc())
