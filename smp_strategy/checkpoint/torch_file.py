@@ -1,68 +1,124 @@
-"""One file of ``torch.save`` with whole tensors, from a state that is spread over ranks: it is never whole in memory.
+"""One file of ``torch.save`` with whole tensors, from states that are spread over ranks and never whole in memory.
 
-``torch.save`` under ``skip_data`` lays the file out: it leaves room for the values of tensors. Global rank 0 then
-gathers one tensor after the other, and writes it to its place. PyTorch reads the file like any other. Only the
-checksums that a zip archive has for its members are missing for tensors; PyTorch does not look at them, but
-``unzip -t`` does.
+An :class:`UnfilledState` has memory for all tensors that nobody touches, so the system provides none. ``torch.save``
+lays the file out with them, and their places in the file are passed over. Global rank 0 then gathers one tensor after
+the other, and writes it to its place. The file is that of ``torch.save``, with its checksums; only the number in its
+record ``.data/serialization_id``, which ``torch.load`` only logs, does not depend on the values.
 
 Writing follows [Note: errors of writers] of :mod:`smp_strategy.checkpoint.spread_state`.
 """
 
+import ctypes
+import math
+import struct
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
-from torch.utils import _pytree as pytree
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from smp_strategy.checkpoint.file_plan import in_rounds
 from smp_strategy.checkpoint.spread_state import SpreadState
-from smp_strategy.config.sizes import show_count
+from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, values_at
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["write_torch_file"]
+__all__ = ["UnfilledState", "new_file", "write_torch_file"]
 
-_WRITER = 0
+_WRITER: Final = 0
+_DESCRIPTOR: Final = b"PK\x07\x08"
 
 
-def write_torch_file(state: SpreadState, make: Callable[[Mapping[str, Any]], Any], path: Path, *, doing: str) -> None:
-    """Write an object that has the tensors of ``state`` to one file. Collective over all ranks.
+@final
+class UnfilledState:
+    """Whole state on global rank 0, whose tensors have memory but no values yet.
 
     Args:
-        state: Its tensors are gathered one by one.
-        make: Makes the object of the entries of ``state``, whose tensors have memory but no values yet, so it must not
-            copy them. It may have other tensors, too. It is called on global rank 0.
-        path: Path of the new file, on global rank 0.
+        spread: State that has the values.
+
+    Attributes:
+        spread: As given.
+        tensors: Tensors without values by their first names; on global rank 0 only.
+    """
+
+    def __init__(self, spread: SpreadState) -> None:
+        self.spread = spread
+        is_here = dist.get_rank() == _WRITER
+        self.tensors = {name: _unfilled(info) for name, info in spread.tensors().items()} if is_here else {}
+
+    def entries(self) -> "OrderedDict[str, Any]":
+        """The state dict on global rank 0, an empty one elsewhere. Tied tensors are one."""
+        return self.spread.entries(self.tensors) if dist.get_rank() == _WRITER else OrderedDict()
+
+
+def write_torch_file(
+    states: Sequence[UnfilledState],
+    make: Callable[[], Any],
+    opened: Callable[[], AbstractContextManager[ListeningFile]],
+    *,
+    doing: str,
+) -> None:
+    """Write an object to a file, with the values of ``states``. Collective over all ranks.
+
+    Args:
+        states: Their tensors are gathered one by one.
+        make: Makes the object, which has the tensors of ``states`` themselves. It may have other tensors, too. It is
+            called on global rank 0.
+        opened: Context of the new file, on global rank 0, around all that is done to it.
         doing: What this is, for messages: "saving the state of an optimizer".
 
     Raises:
-        CheckpointError: a tensor would have no values, because it is in an object of a class of its own, or a copy.
+        CheckpointError: a tensor would have no values, because the object has a copy of it, or nothing.
         PeerFailedError: global rank 0 could not write.
     """
-    names = list(state.tensors())
-    file: _LaidOutFile | None = None
-    with alike(doing):
-        if dist.get_rank() == _WRITER:
-            # Memory that nobody touches: the system provides none.
-            empty = {
-                name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for name, info in state.tensors().items()
-            }
-            file = _LaidOutFile(path, make(state.entries(empty)), empty)
-    for names_of_round in in_rounds(names, [state.num_bytes(name) for name in names]):
+    parts = [(state, name) for state in states for name in state.spread.tensors() if state.spread.num_bytes(name)]
+    with ExitStack() as stack:
+        file: _LaidOutFile | None = None
         with alike(doing):
-            for name in names_of_round:
-                value = state.collected(name, _WRITER)
-                if file is not None and value is not None:
-                    file.fill(name, value)
-                del value  # before the next one is gathered
-            if file is not None and file.error is not None:
-                raise file.error
+            if dist.get_rank() == _WRITER:
+                sink = stack.enter_context(opened())
+                file = _LaidOutFile(sink, make(), [(name, state.tensors[name]) for state, name in parts])
+        for parts_of_round in in_rounds(parts, [state.spread.num_bytes(name) for state, name in parts]):
+            with alike(doing):
+                for state, name in parts_of_round:
+                    value = state.spread.collected(name, _WRITER)
+                    if file is not None and value is not None:
+                        file.fill(state.tensors[name], value)
+                    del value  # before the next one is gathered
+                if file is not None and file.error is not None:
+                    raise file.error
+        with alike(doing):
+            if file is not None:
+                file.end()
+            stack.close()
+
+
+def _unfilled(info: LocalTensorInfo) -> Tensor:
+    # Unlike `torch.empty`, this fills nothing with NaN under `torch.use_deterministic_algorithms`.
+    storage = torch.UntypedStorage(math.prod(info.shape) * info.dtype.itemsize, device="cpu")
+    return torch.empty(0, dtype=info.dtype, device="cpu").set_(storage).view(info.shape)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Memory of a contiguous tensor on the host. It must live while this is used."""
+    # Not `tensor.numpy()`: memory that numpy has seen cannot be resized any more, but shards are.
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[ListeningFile]:
+    """Context of a new file, for :func:`write_torch_file`."""
+    with path.open("w+b") as file:
+        yield ListeningFile(file)
 
 
 @final
@@ -70,60 +126,89 @@ class _LaidOutFile:
     """File of ``torch.save`` with room for the values of some tensors; those of others are there.
 
     Args:
-        path: Path of the new file.
-        content: The object that it has.
-        empty: Tensors in it without values, by their names.
+        sink: New file.
+        content: Object that it has.
+        unfilled: Tensors in it without values, with names for messages.
 
     Attributes:
-        error: The first error of :meth:`fill`.
+        error: First error of :meth:`fill`.
     """
 
-    def __init__(self, path: Path, content: Any, empty: Mapping[str, Tensor]) -> None:
-        self._path = path
-        self.error: OSError | None = None
-        with skip_data():
-            torch.save(content, path)
-        with FakeTensorMode():
-            read = torch.load(path, map_location="cpu", weights_only=False)
-        pairs = zip(pytree.tree_leaves(content), pytree.tree_leaves(read), strict=True)
-        found = [(tensor, _offset(laid_out)) for tensor, laid_out in pairs if isinstance(tensor, Tensor)]
-        self._refuse_hidden({offset for _, offset in found})
-        names = {id(tensor): name for name, tensor in empty.items()}
-        self._offsets = {names[id(tensor)]: offset for tensor, offset in found if id(tensor) in names}
-        if lost := empty.keys() - self._offsets.keys():
-            raise CheckpointError(
-                f"`{min(lost)}` would have no values in {path}: the object there has a copy, or nothing."
-            )
-        for tensor, offset in found:
-            if id(tensor) not in names:
-                storage = tensor.detach().cpu().untyped_storage()
-                self._write(offset, torch.empty(0, dtype=torch.uint8).set_(storage))
+    def __init__(self, sink: ListeningFile, content: Any, unfilled: Sequence[tuple[str, Tensor]]) -> None:
+        self._sink = sink
+        self._has_checksums = get_crc32_options()
+        self.error: Exception | None = None
+        layout = _LayoutSink(sink, {tensor.data_ptr(): tensor.nbytes for _, tensor in unfilled})
+        set_crc32_options(False)  # they would read all the memory
+        try:
+            torch.save(content, layout)  # type: ignore[arg-type] # only `write` and `flush` are used
+        finally:
+            set_crc32_options(self._has_checksums)
+        self._offsets, self._checksums = layout.offsets, layout.checksums
+        if lost := [name for name, tensor in unfilled if tensor.data_ptr() not in self._offsets]:
+            raise CheckpointError(f"`{min(lost)}` would have no values: the object in the file has a copy, or nothing.")
 
-    def fill(self, name: str, value: Tensor) -> None:
-        """Write the values of an entry. An error is kept in :attr:`error`, and nothing written after it."""
-        if self.error is None:
-            try:
-                self._write(self._offsets[name], value.detach().cpu().contiguous().view(-1).view(torch.uint8))
-            except OSError as error:
-                self.error = error
+    def fill(self, unfilled: Tensor, value: Tensor) -> None:
+        """Write the values of a tensor. An error is kept in :attr:`error`, and nothing written after it."""
+        if self.error is not None:
+            return
+        try:
+            value = value.cpu().contiguous()
+            data = _bytes_of(value)
+            offset = self._offsets[unfilled.data_ptr()]
+            self._sink.put(offset, data)
+            if self._has_checksums:
+                self._checksums[offset] = zlib.crc32(data)
+        except Exception as error:
+            self.error = error
 
-    def _write(self, offset: int, values: Tensor) -> None:
-        with self._path.open("r+b") as file:
-            file.seek(offset)
-            file.write(values.numpy().data)
+    def end(self) -> None:
+        """Write the checksums of the zip archive, for which the values were missing."""
+        if not self._has_checksums:
+            return
+        file = self._sink.file
+        with zipfile.ZipFile(file, "a") as archive:
+            for record in archive.infolist():
+                offset = values_at(file, record.header_offset)
+                record.CRC = self._checksums[offset] if record.file_size else 0
+                file.seek(offset + record.file_size)
+                if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                    file.write(struct.pack("<I", record.CRC))
+            archive.comment = b""  # lets it write the table of contents again
 
-    def _refuse_hidden(self, offsets: set[int]) -> None:
-        with zipfile.ZipFile(self._path) as archive:
-            there = sum("/data/" in name for name in archive.namelist())
-        if there != len(offsets):
-            raise CheckpointError(
-                f"{show_count(there - len(offsets), 'tensor')} of {self._path} would have no values, in objects of "
-                "other classes than dicts, lists and tuples. Keep tensors in these."
-            )
 
+@final
+class _LayoutSink:
+    """Sink for ``torch.save`` that leaves room for some values, and passes on everything else.
 
-def _offset(tensor: Tensor) -> int:
-    # Documented in PyTorch's notes on serialization.
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
-    return offset
+    Args:
+        sink: Takes it.
+        sizes: Bytes of each of these values, by its address in memory.
+
+    Attributes:
+        offsets: Offset of each in the file, by its address.
+        checksums: CRC-32 of everything else that came in one piece, by its offset.
+    """
+
+    def __init__(self, sink: ListeningFile, sizes: Mapping[int, int]) -> None:
+        self._sink = sink
+        self._sizes = sizes
+        self.offsets: dict[int, int] = {}
+        self.checksums: dict[int, int] = {}
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes, or leave them out."""
+        view = memoryview(data)
+        address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
+        position = self._sink.position
+        if self._sizes.get(address) == view.nbytes:
+            self.offsets[address] = position
+            self._sink.leave_out(view.nbytes)
+        else:
+            self.checksums[position] = zlib.crc32(view)
+            self._sink.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Flush the buffer; ``torch.save`` calls it."""
+        self._sink.flush()

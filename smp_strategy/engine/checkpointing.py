@@ -8,13 +8,12 @@ Before the first step every rank has the whole module, and the partition is not 
 state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_state`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,9 +46,9 @@ from smp_strategy.checkpoint.state_dict import (
     whole_module_state,
     whole_optimizer_state,
 )
+from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile
 from smp_strategy.checkpoint.storage.source import Source
-from smp_strategy.checkpoint.torch_file import write_torch_file
-from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.checkpoint.torch_file import UnfilledState, new_file, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -178,11 +177,103 @@ class SavedState:
 
     def spread_state(self) -> SpreadState:
         """State dict of the module, to be written to files of whole tensors that no rank has all of. Collective."""
+        return SpreadState(self.held_state(())[MODULE], self._plain_state_dict())
+
+    def _plain_state_dict(self) -> dict[str, Any]:
+        """The module's own state dict, with the values of this rank."""
         assert self._parts.module is not None
-        state = self.held_state(())[MODULE]
         with in_plain_sight():
-            names = list(self._parts.module.state_dict(keep_vars=True))
-        return SpreadState(state, names)
+            return self._parts.module.state_dict(keep_vars=True)
+
+    # In a file that no rank has as a whole
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether states are those of a partitioned module, from its first step on."""
+        return self._parts.local_model is not None
+
+    @property
+    def is_nowhere_whole(self) -> bool:
+        """Whether no rank has all values of the module."""
+        return self._parts.local_model is not None and self._parts.local_model.whole_on == "none"
+
+    def unfilled_state_dict(self) -> tuple[UnfilledState, dict[str, Any]]:
+        """Full state dict on global rank 0, ``{}`` elsewhere; its tensors get values in :meth:`write_filled` only.
+
+        Collective. The module must be whole nowhere.
+        """
+        with self._parts.views.put_aside():
+            unfilled = UnfilledState(self.spread_state())
+            state = unfilled.entries()
+            if state:
+                state._metadata = self._plain_state_dict()._metadata  # type: ignore[attr-defined]
+        return unfilled, state
+
+    def unfilled_optimizer_state(self, optimizer: Optimizer) -> UnfilledState | None:
+        """State of ``optimizer``, as :func:`held_optimizer_entries` names it, whose tensors get values later.
+
+        Collective.
+
+        Returns:
+            ``None``: global rank 0 has all of it.
+        """
+        local_model = self._parts.local_model
+        if optimizer in self._parts.late.optimizers or local_model is None:
+            return None
+        with self._parts.views.put_aside():
+            return UnfilledState(SpreadState(held_optimizer_entries(local_model.holdings, optimizer), ()))
+
+    def optimizer_state_with(self, unfilled: UnfilledState | None, optimizer: Optimizer) -> dict[str, Any]:
+        """Full ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere.
+
+        Args:
+            unfilled: Result of :meth:`unfilled_optimizer_state`, whose tensors it has.
+            optimizer: As there.
+        """
+        if unfilled is None:
+            return self.full_optimizer_state(optimizer)
+        with self._parts.views.put_aside():
+            return whole_optimizer_state_dict(optimizer, unfilled.entries()) if self.is_first else {}
+
+    def unfilled_gradients(self) -> UnfilledState:
+        """Accumulated gradients by names of parameters, as :meth:`full_gradients`, whose tensors get values later.
+
+        Collective. The module must be partitioned.
+        """
+        assert self._parts.local_model is not None
+        self._parts.reduce_gradients()
+        with self._parts.views.put_aside():
+            return UnfilledState(SpreadState(gradient_state(self._parts.local_model.holdings), ()))
+
+    def write_filled(
+        self,
+        states: Sequence[UnfilledState],
+        make: Callable[[], Any],
+        opened: Callable[[], AbstractContextManager[ListeningFile]],
+        *,
+        doing: str,
+    ) -> None:
+        """Write an object that has the tensors of ``states`` by ``torch.save``, one tensor at a time. Collective.
+
+        See :func:`~smp_strategy.checkpoint.torch_file.write_torch_file`.
+        """
+        with self._parts.views.put_aside():
+            write_torch_file(states, make, opened, doing=doing)
+
+    def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
+        """Write what :meth:`full_optimizer_state` returns by ``torch.save``, one tensor at a time. Collective.
+
+        Args:
+            optimizer: Optimizer of the module.
+            path: Path of the new file, on global rank 0.
+
+        Raises:
+            PeerFailedError: global rank 0 could not write.
+        """
+        unfilled = self.unfilled_optimizer_state(optimizer)
+        states = [] if unfilled is None else [unfilled]
+        make = partial(self.optimizer_state_with, unfilled, optimizer)
+        self.write_filled(states, make, partial(new_file, path), doing="saving the state of an optimizer")
 
     # As a whole
 
@@ -243,27 +334,6 @@ class SavedState:
             return optimizer.state_dict() if self._parts.mesh.rank == 0 else {}
         with self._parts.views.put_aside():
             return optimizer_state_dict(self._parts.local_model.holdings, optimizer)
-
-    def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
-        """Write what :meth:`full_optimizer_state` returns by ``torch.save``, one tensor at a time. Collective.
-
-        Args:
-            optimizer: Optimizer of the module.
-            path: Path of the new file, on global rank 0.
-
-        Raises:
-            CheckpointError: its parameter groups have objects with tensors in them.
-            PeerFailedError: global rank 0 could not write.
-        """
-        local_model, doing = self._parts.local_model, "saving the state of an optimizer"
-        if optimizer in self._parts.late.optimizers or local_model is None:
-            with alike(doing):
-                if self.is_first:
-                    torch.save(self.full_optimizer_state(optimizer), path)
-            return
-        with self._parts.views.put_aside():
-            state = SpreadState(held_optimizer_entries(local_model.holdings, optimizer), ())
-            write_torch_file(state, partial(whole_optimizer_state_dict, optimizer), path, doing=doing)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.

@@ -1,12 +1,14 @@
 """One file of ``torch.save`` from shards: what ``torch.load`` finds in it, memory, and errors of the writer."""
 
+import zipfile
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
-from smp_strategy.checkpoint.torch_file import write_torch_file
+from smp_strategy.checkpoint.torch_file import UnfilledState, new_file, write_torch_file
 from smp_strategy.errors import CheckpointError, PeerFailedError
 from smp_strategy.testing import run_ranks
 
@@ -47,8 +49,13 @@ def nested(entries):
     }
 
 
+def write(spread, make, path):
+    state = UnfilledState(spread)
+    write_torch_file([state], lambda: make(state.entries()), lambda: new_file(path), doing=DOING)
+
+
 def written(num_ranks, path):
-    write_torch_file(shares(num_ranks), nested, path, doing=DOING)
+    write(shares(num_ranks), nested, path)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -63,6 +70,8 @@ def test_the_file_is_that_of_torch_save(tmp_path, num_ranks, mmap):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     rate = found["groups"][0]
     assert rate["last"].data_ptr() == rate["lr"][1:].data_ptr()
+    with zipfile.ZipFile(tmp_path / "state.pt") as archive:
+        assert archive.testzip() is None
 
 
 def peak_growth(path):
@@ -71,8 +80,9 @@ def peak_growth(path):
     state = SpreadState(mine, ())
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
+    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` makes
     before = peak_bytes()
-    write_torch_file(state, dict, path, doing=DOING)
+    write(state, dict, path)
     return peak_bytes() - before
 
 
@@ -96,7 +106,7 @@ class Holder:
 
 def error_of_writing(path, make):
     try:
-        write_torch_file(shares(2), make, path, doing=DOING)
+        write(shares(2), make, path)
     except (CheckpointError, PeerFailedError, OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -105,15 +115,23 @@ def hidden(entries):
     return {"state": Holder(torch.ones(2)), **entries}
 
 
+def test_tensors_in_other_objects_are_saved(tmp_path):
+    assert run_ranks(error_of_writing, 2, tmp_path / "state.pt", hidden) == [None, None]
+    found = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert found.pop("state").tensor.tolist() == [1, 1]
+    assert found.pop("1.name") == "sgd"
+    torch.testing.assert_close(found, {name: each for name, each in whole().items() if name != "1.name"})
+
+
 def copied(entries):
     return {name: each.clone() if torch.is_tensor(each) else each for name, each in entries.items()}
 
 
-@pytest.mark.parametrize(("make", "why"), [(hidden, "1 tensor of "), (copied, "`0.exp_avg` would have no values")])
-def test_values_that_nobody_would_write_are_refused(tmp_path, make, why):
-    first, second = run_ranks(error_of_writing, 2, tmp_path / "state.pt", make)
-    assert first.startswith(f"CheckpointError: {why}")
-    assert f"Rank 0 failed while saving in a test: CheckpointError: {why}" in second
+def test_values_that_nobody_would_write_are_refused(tmp_path):
+    first, second = run_ranks(error_of_writing, 2, tmp_path / "state.pt", copied)
+    why = "CheckpointError: `0.exp_avg` would have no values"
+    assert first.startswith(why)
+    assert f"Rank 0 failed while saving in a test: {why}" in second
 
 
 def test_all_ranks_are_told_if_the_file_cannot_be_written(tmp_path):

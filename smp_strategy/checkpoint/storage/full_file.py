@@ -5,7 +5,8 @@ inside (:mod:`~smp_strategy.checkpoint.storage.full_file_digests`), which other 
 have none, and are read without.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.errors import DamagedError
 
-__all__ = ["read_full", "verify_full", "write_full"]
+__all__ = ["read_full", "replacing_full", "verify_full", "write_full"]
 
 _BUFFER = 2**20  # bytes
 
@@ -35,10 +36,25 @@ def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = c
     Raises:
         CheckpointError: it could not be written. The previous file is still there.
     """
-    with commit.replacing(Path(path), is_folder=False, check=check) as staging:
-        with open(staging, "wb", buffering=_BUFFER) as file:
+    with replacing_full(Path(path), check=check) as file:
+        torch.save(content, file)  # type: ignore[arg-type] # only `write` and `flush` are used
+
+
+@contextmanager
+def replacing_full(path: Path, *, check: Check = check_replaceable) -> Iterator[ListeningFile]:
+    """Context that gives a file for ``torch.save``, adds its digests, and puts it in the place of ``path``.
+
+    Args:
+        path: See :func:`write_full`.
+        check: See :func:`write_full`.
+
+    Raises:
+        CheckpointError: See :func:`write_full`.
+    """
+    with commit.replacing(path, is_folder=False, check=check) as staging:
+        with open(staging, "w+b", buffering=_BUFFER) as file:
             listening = ListeningFile(file)
-            torch.save(content, listening)  # type: ignore[arg-type] # only `write` and `flush` are used
+            yield listening
         append_digests(staging, listening.heard)
 
 

@@ -32,7 +32,7 @@ import xxhash
 from smp_strategy.checkpoint.storage.damage import Damage
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes"]
+__all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes", "values_at"]
 
 # Bound on the search for names in a hostile pickle.
 _MOST_NAMES = 1_000_000
@@ -147,33 +147,50 @@ class ListeningFile:
     """Sink for ``torch.save`` that keeps the digests of large values, each of which comes in one piece.
 
     Args:
-        file: Open for writing, buffered.
+        file: Open for writing, buffered; for :meth:`put` at any place.
+
+    Attributes:
+        file: As given.
+        position: Number of bytes so far.
+        heard: Digests, by offset and length.
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._position = 0
+        self.file = file
+        self.position = 0
         self.heard: dict[tuple[int, int], str] = {}
-        """Digests, by offset and length."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes."""
         view = memoryview(data).cast("B")
         if len(view) < _LARGE:
-            self._file.write(view)
+            self.file.write(view)
         else:
-            digest = xxhash.xxh3_128()
-            for start in range(0, len(view), _WINDOW):
-                part = view[start : start + _WINDOW]
-                digest.update(part)
-                self._file.write(part)
-            self.heard[self._position, len(view)] = digest.hexdigest()
-        self._position += len(view)
+            self._write_large(self.position, view)
+        self.position += len(view)
         return len(view)
+
+    def leave_out(self, length: int) -> None:
+        """Leave room for ``length`` bytes instead of writing them."""
+        self.file.seek(length, os.SEEK_CUR)
+        self.position += length
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Write bytes that were left out to their place."""
+        self.file.seek(offset)
+        self._write_large(offset, data)
+
+    def _write_large(self, offset: int, view: memoryview) -> None:
+        digest = xxhash.xxh3_128()
+        for start in range(0, len(view), _WINDOW):
+            part = view[start : start + _WINDOW]
+            digest.update(part)
+            self.file.write(part)
+        self.heard[offset, len(view)] = digest.hexdigest()
 
     def flush(self) -> None:
         """Flush the buffer; ``torch.save`` calls it."""
-        self._file.flush()
+        self.file.flush()
 
 
 def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
@@ -190,7 +207,7 @@ def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
         for entry in archive.infolist():
             name = entry.filename.partition("/")[2]
             if (name == "data.pkl" or name.startswith("data/")) and entry.file_size:
-                offset = _values_at(file, entry.header_offset)
+                offset = values_at(file, entry.header_offset)
                 digest = heard.get((offset, entry.file_size)) or _digest(file, offset, entry.file_size)
                 stretches.append(_Stretch(name, offset, entry.file_size, digest))
         stretches.sort(key=lambda each: each.offset)
@@ -271,7 +288,7 @@ def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
     try:
         file.seek(start)
         length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))[7]
-        file.seek(_values_at(file, start))
+        file.seek(values_at(file, start))
         content = json.loads(file.read(length))
         if content["version"] != _VERSION:
             raise CheckpointError(
@@ -289,7 +306,7 @@ def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
         raise CheckpointError(f"its digests are none: {type(error).__name__}: {error}") from error
 
 
-def _values_at(file: BinaryIO, header: int) -> int:
+def values_at(file: BinaryIO, header: int) -> int:
     """Offset of the values of the record whose header is at ``header``."""
     file.seek(header)
     *_, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

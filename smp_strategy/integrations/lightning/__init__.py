@@ -16,6 +16,7 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
     collectives                     reduce, all_gather, broadcast, barrier
     checkpoint_hooks                save and load; checkpoint_content: split a checkpoint; async_saves: in background
+    streamed_checkpoint             full checkpoints that no rank has as a whole
     checkpoint_objects              networks and optimizers among the hyperparameters
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
     launcher, child_processes       start the ranks of a machine, watch and end them

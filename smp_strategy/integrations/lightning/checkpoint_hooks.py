@@ -9,6 +9,7 @@ Lightning's calls, on all ranks::
                               load_optimizer_state_dict (fit only), hooks of loops and schedulers
 
 *Full*: global rank 0 collects all tensors and writes one ordinary file; other ranks see their names, shapes and dtypes.
+Where no hook looks at them, it collects one tensor at a time (:mod:`.streamed_checkpoint`).
 *Sharded*: tensors stay on their ranks; hooks see each rank's blocks, and all ranks write a directory.
 """
 
@@ -47,9 +48,10 @@ from smp_strategy.integrations.lightning.checkpoint_content import (
     snapshot,
     split_checkpoint,
 )
-from smp_strategy.integrations.lightning.checkpoint_objects import put_whole_objects
+from smp_strategy.integrations.lightning.checkpoint_objects import has_objects, put_whole_objects
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
+from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class CheckpointHooks:
         self._engine = engine
         self._resume = resume
         self._saves: AsyncSaves | None = None
+        self._streamed = StreamedSaves(strategy, tree, engine, self._is_written_here)
         self.looking_plain: Callable[[], AbstractContextManager[None]] = nullcontext
         # An error has come out of a step: ranks may be in different places of it.
         self._is_torn = False
@@ -109,21 +112,28 @@ class CheckpointHooks:
         meet("trainer.save_checkpoint")
         if self._is_sharded:
             return _with_all_names(self._engine().saved.held_state(())["state_dict"])
-        return _described_elsewhere(self._engine().saved.full_state_dict())
+        return _described_elsewhere(self._streamed.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state: all of it (full), or this rank's blocks (sharded). Collective."""
         if self._is_sharded:
             state: dict[str, Any] = self._engine().saved.held_state((unwrap(optimizer),))["optimizer_0"]
             return state
-        return _described_elsewhere(self._engine().saved.full_optimizer_state(unwrap(optimizer)))
+        return _described_elsewhere(self._streamed.optimizer_state(unwrap(optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
-        self._resume.add_state(checkpoint)
         module, optimizers = self._strategy.lightning_module, list(map(unwrap, self._strategy.optimizers))
         assert module is not None
-        put_whole_objects(checkpoint, self._engine().saved, module, optimizers, self.looking_plain)
+        objects = checkpoint, self._engine().saved, module, optimizers, self.looking_plain
+        if self._streamed.is_on and has_objects(*objects):
+            self._streamed.give_up()
+            checkpoint["state_dict"] = self.lightning_module_state_dict()
+            if "optimizer_states" in checkpoint:
+                checkpoint["optimizer_states"] = list(map(self.optimizer_state, optimizers))
+        self._resume.add_state(checkpoint, self._streamed.gradients)
+        if not self._streamed.is_on:
+            put_whole_objects(*objects)
         if not self._is_sharded and "optimizer_states" in checkpoint:
             checkpoint[PARAMETER_NAMES] = self._parameter_names()
         saves = self._saves
@@ -138,6 +148,9 @@ class CheckpointHooks:
                     "or save to a path and copy the folder."
                 )
             self._save_sharded(checkpoint, path, saves)
+        elif self._streamed.is_on:
+            assert path is not None
+            self._streamed.write(checkpoint, path)
         elif self._strategy.global_rank == 0:
             self._save_full(checkpoint, filepath, path, storage_options, saves)
 
@@ -164,7 +177,7 @@ class CheckpointHooks:
                 {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self._engine().is_spread else ()
             )
             checkpoint = snapshot(checkpoint, lambda tensor: id(tensor) in fresh)
-        if path is None or self._has_own_io or options is not None:
+        if path is None or not self._is_plain_file(given, options):
             io = self._strategy.checkpoint_io
             saves.save(Path(given), lambda: io.save_checkpoint(checkpoint, given, storage_options=options))
         else:
@@ -307,6 +320,15 @@ class CheckpointHooks:
         """Whether the user has a ``CheckpointIO`` plugin."""
         return type(self._strategy.checkpoint_io) is not self._tree.fabric("plugins.io.torch_io").TorchCheckpointIO
 
+    def _is_plain_file(self, path: Any, storage_options: Any) -> bool:
+        """Whether this package writes a full checkpoint itself."""
+        return self._local(path) is not None and not self._has_own_io and storage_options is None
+
+    def _is_written_here(self, path: Any, storage_options: Any) -> bool:
+        """Whether this package writes a full checkpoint itself, and now."""
+        is_later = self._saves is None or self._saves.in_background
+        return not is_later and self._is_plain_file(path, storage_options)
+
     def _local(self, path: Any) -> Path | None:
         """The local path, or ``None`` for a URL of another storage."""
         if not self._tree.fabric("utilities.cloud_io")._is_local_file_protocol(path):
@@ -314,6 +336,10 @@ class CheckpointHooks:
         return Path(str(path).removeprefix("file://").removeprefix("local://"))
 
     # A run
+
+    def with_values(self) -> AbstractContextManager[None]:
+        """Context of a user's hook: what it asks the strategy for has values."""
+        return self._streamed.with_values()
 
     def begin_processes(self) -> None:
         """Forget how an earlier run has failed; all ranks are together again."""
@@ -335,6 +361,7 @@ class CheckpointHooks:
         kept = KeptCheckpoints(self._saves, self._local)
         patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
+        self._streamed.install(trainer)
 
     def check(self) -> None:
         """Raise the error of a save that has failed in the background."""

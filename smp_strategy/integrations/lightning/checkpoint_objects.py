@@ -23,12 +23,26 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["put_whole_objects"]
+__all__ = ["has_objects", "put_whole_objects"]
 
 # These consist of tensors of the run, which are collected by other means.
 _TENSORS: Final = ("state_dict", "optimizer_states")
 # Of pickles, as `torch.save` has it: objects may reduce themselves differently for others.
 _PROTOCOL: Final = 2
+
+
+def has_objects(
+    checkpoint: Mapping[str, Any],
+    saved: SavedState,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    looking_plain: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> bool:
+    """Whether :func:`put_whole_objects`, with the same arguments, would replace any entry. Collective."""
+    with saved.looking_plain(), looking_plain():
+        return collectives.tell(
+            saved.is_first and bool(_found(checkpoint, _Run(module, optimizers))), 0, "the objects of a checkpoint"
+        )
 
 
 def put_whole_objects(
@@ -52,10 +66,7 @@ def put_whole_objects(
 
 
 def _whole_objects(checkpoint: Mapping[str, Any], saved: SavedState, run: "_Run") -> dict[str, Any]:
-    found: dict[str, _Pickled] = {}
-    if saved.is_first:
-        pickled = {key: _pickled(value, run) for key, value in checkpoint.items() if key not in _TENSORS}
-        found = {key: each for key, each in pickled.items() if each is not None}
+    found = _found(checkpoint, run) if saved.is_first else {}
     needed = (
         sorted({name for each in found.values() for name in each.names}),
         sorted({number for each in found.values() for number in each.numbers}),
@@ -67,6 +78,11 @@ def _whole_objects(checkpoint: Mapping[str, Any], saved: SavedState, run: "_Run"
     state = checkpoint.get("state_dict", {})
     whole = _WholeTensors(run, {name: _same(state.get(name), value) for name, value in values.items()})
     return {key: each.restored(whole, states) for key, each in found.items()}
+
+
+def _found(checkpoint: Mapping[str, Any], run: "_Run") -> dict[str, "_Pickled"]:
+    pickled = {key: _pickled(value, run) for key, value in checkpoint.items() if key not in _TENSORS}
+    return {key: each for key, each in pickled.items() if each is not None}
 
 
 @final

@@ -323,8 +323,13 @@ class ResumeHooks:
             return not self.has_stepped
         return bool(trainer.fit_loop._should_accumulate())
 
-    def add_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective."""
+    def add_state(self, checkpoint: dict[str, Any], full_gradients: Callable[[], dict[str, Any]]) -> None:
+        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective.
+
+        Args:
+            checkpoint: Takes it.
+            full_gradients: Returns full gradients on global rank 0, for a full checkpoint.
+        """
         engine = self._engine()
         own: dict[str, Any] = {**engine.saved.state_dict(), "layout": engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
@@ -332,7 +337,7 @@ class ResumeHooks:
             if self._is_accumulating and self._config().state_dict_type == "sharded":
                 checkpoint[_GRADIENTS] = engine.saved.held_state((), gradients=True).get(_GRADIENTS, {})
             elif self._is_accumulating:
-                checkpoint[_GRADIENTS] = engine.saved.full_gradients()
+                checkpoint[_GRADIENTS] = full_gradients()
         checkpoint[CHECKPOINT_KEY] = own
 
     def load_state(self, checkpoint: Mapping[str, Any]) -> None:

@@ -276,7 +276,7 @@ class StrategyHooks(DelegatingStrategy):
         self._patches.callback(lambda: updates.remove(failed=self._has_failed))
         updates.install()
         self._checkpoints.looking_plain = updates.lifted
-        hooks = UserHooks(self.engine, module, self.tree)
+        hooks = UserHooks(self.engine, module, self.tree, self._checkpoints.with_values)
         self._patches.callback(hooks.remove)
         hooks.install(trainer.callbacks)
         are_seen_in_step = any(has_step_hooks(unwrap(each)) for each in self.optimizers)

@@ -13,6 +13,7 @@ data-parallel strategy: ``on_after_backward`` sees local sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
@@ -64,12 +65,16 @@ class UserHooks:
         engine: the engine of the run.
         module: the LightningModule.
         tree: the Lightning tree in use.
+        saving: makes a context of hooks that are called during a save.
     """
 
-    def __init__(self, engine: Engine, module: Any, tree: Tree) -> None:
+    def __init__(
+        self, engine: Engine, module: Any, tree: Tree, saving: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._engine = engine
         self._module = module
         self._tree = tree
+        self._while_saving = saving
         self._patches = Patches()
         self._patched: set[str] = set()
 
@@ -195,7 +200,8 @@ class UserHooks:
                         _settle_in(mapping, self._engine)
                 return result
 
-            return self._engine.run_hook(collected)
+            with self._while_saving():
+                return self._engine.run_hook(collected)
 
         return run
 
