@@ -84,11 +84,6 @@ class SpreadState:
             if name.startswith(prefix)
         )
 
-    def num_elements(self, names: Iterable[str]) -> int:
-        """Number of elements of tensors, tied ones once."""
-        homes = {self._home[name] for name in names}
-        return sum(math.prod(self._first[home].shape) for home in homes)
-
     def _info(self, home: str) -> LocalTensorInfo | None:
         offer = self._first[home]
         return None if offer.dtype is None else LocalTensorInfo(tuple(offer.shape), offer.dtype)

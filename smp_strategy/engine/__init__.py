@@ -19,6 +19,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
+* ``run_outcome.py``: errors that have ended steps and updates, which decide how the next run begins.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.

@@ -44,6 +44,7 @@ from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
+from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
@@ -82,6 +83,7 @@ class Engine:
         copies: returns the module copies that callbacks hold (EMA weights), which are partitioned with the module.
         known: returns the data loader's facts about the samples in the next batch.
         num_updates: number of steps of optimizers so far.
+        outcome: errors that have ended a step, a backward or an update of this run.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Engine:
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.num_updates = 0
-        self._has_failed = False
+        self.outcome = RunOutcome()
         self._kinds: set[str] = set()
 
     # Setting up
@@ -208,7 +210,7 @@ class Engine:
             attached.note(self)
             return
         self.restore_everywhere()
-        self._has_failed = False
+        self.outcome = RunOutcome()
         if self.config.fp16_params:
             halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
@@ -229,7 +231,7 @@ class Engine:
         local, is_delayed = self._parts.local_model, self.config.delayed_parameter_initialization
         if not is_delayed or local is None or not local.is_spread_as_made or not self.serves(module):
             return False
-        return not trains or (self._parts.delayed.has_made_values and not self._has_failed)
+        return not trains or (self._parts.delayed.has_made_values and not self.outcome.has_failed)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether ``module`` is the attached one, with the same units and the same stages set by hand."""
@@ -248,11 +250,13 @@ class Engine:
             failed: the other ranks may not come here; the module stays as it is.
             restores: whether values are given back; otherwise the module stays as it is.
         """
-        self._has_failed = self._has_failed or failed
+        local_model = self._parts.local_model
+        is_broken = local_model is not None and local_model.end_broken_update()
+        self.outcome.end(failed=failed, has_broken_update=is_broken)
         self._calls.give_back()
         self._parts.late.give_optimizers()
-        if restores and not failed and self._parts.local_model is not None:
-            self._parts.local_model.restore(self.config.restored_on)
+        if restores and not failed and local_model is not None:
+            local_model.restore(self.config.restored_on)
 
     @property
     def is_spread(self) -> bool:
@@ -298,8 +302,7 @@ class Engine:
 
         Before the first step, the trace of this run decides the partition.
         """
-        step = self._in_precision(step)
-        first = FirstStep("train", step, cut(self._parts, batch, "look", self.known)[0], loss_of)
+        first = FirstStep("train", self._in_precision(step), cut(self._parts, batch, "look", self.known)[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
@@ -336,8 +339,7 @@ class Engine:
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
             job = replace(job, weights=scaled, around_last=backward.around_last)
             run = self._run("train", job, microbatches)
-        reduction = self.local_model.reduction
-        outputs = put_together(run.outputs)
+        outputs, reduction = put_together(run.outputs), self.local_model.reduction
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
@@ -346,6 +348,8 @@ class Engine:
         """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
         microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
         step = self._in_precision(step)
+        if self._parts.local_model is not None:
+            self._parts.local_model.end_broken_update()
         self._prepare(kind, step, microbatches, loss_of)
         return step, microbatches, sizes
 
@@ -359,9 +363,8 @@ class Engine:
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
         step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
-        job = evaluation_job(self._parts, step)
         with self.local_model.evaluating():
-            run = self._run(kind, job, microbatches)
+            run = self._run(kind, evaluation_job(self._parts, step), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
@@ -385,7 +388,7 @@ class Engine:
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
         with self._stepping():
-            return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes)
+            return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes, self.outcome.noted)
 
     def state_before(self, step: Step) -> StateBefore:
         """State of the module now, for running ``step`` again later; exists once :meth:`look` has run."""
@@ -404,10 +407,8 @@ class Engine:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        self._has_failed = True
-        with self._parts.carried.compared(self.mesh):
+        with self.outcome.noted(), self._parts.carried.compared(self.mesh):
             yield
-        self._has_failed = False
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.

@@ -19,15 +19,22 @@ __all__ = ["engine_left", "leave_spread", "restore_left"]
 _LEFT: Final = "_smp_left"
 
 
-def leave_spread(module: Any, engine: Engine) -> None:
-    """Mark ``module`` as left sharded by ``engine``."""
-    vars(module)[_LEFT] = _EngineLeft(engine)
+def leave_spread(module: Any, engine: Engine) -> bool:
+    """Mark ``module`` as left by ``engine``, if it is sharded, or if an error has ended an update of shares.
+
+    Returns:
+        Whether it is marked. Then the engine must not be closed.
+    """
+    is_left = engine.is_spread or engine.outcome.has_broken_update
+    if is_left:
+        vars(module)[_LEFT] = _EngineLeft(engine)
+    return is_left
 
 
 def engine_left(
     module: Any, config: SMPConfig, device: torch.device, timeout: timedelta | None, *, trains: bool = True
 ) -> Engine | None:
-    """Engine that has left ``module`` sharded, if the next run can go on with it instead of a new one.
+    """Engine that has left ``module`` sharded, if the next run can go on with it instead of a new one. Collective.
 
     Args:
         module: Module of the next run.
@@ -36,18 +43,24 @@ def engine_left(
 
     Returns:
         The engine; ``None``: there is none, or it has other options, or the run needs a full module.
+
+    Raises:
+        SMPError: an error has ended the last update on some ranks only.
     """
     left: _EngineLeft | None = vars(module).get(_LEFT)
     engine = None if left is None else left.engine
+    if engine is not None:
+        engine.outcome.agree()
     if engine is None or (engine.config, engine.device, engine.timeout) != (config, chosen(device), timeout):
         return None
     return engine if engine.stays_spread(module, trains=trains) else None
 
 
 def restore_left(module: Any) -> None:
-    """Restore the full module on all ranks, if a run left it sharded. Collective."""
+    """Restore the full module on all ranks, if a run left it sharded; see :func:`engine_left`. Collective."""
     left = vars(module).pop(_LEFT, None)
     if left is not None and left.engine is not None:
+        left.engine.outcome.agree()
         left.engine.restore_everywhere()
 
 

@@ -129,6 +129,8 @@ class LocalModel:
         self._wide = Fp32Gradients(each for each in self.parameters if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
+        self._updating: Optimizer | None = None
+        self._has_broken_update = False
         self.reduction = Reduction(
             ownership,
             mesh,
@@ -196,6 +198,7 @@ class LocalModel:
 
     def settle(self) -> None:
         """Wait for updated parameters that are still being broadcast to this rank, before anything reads them."""
+        self.end_broken_update()
         self._state.arrivals.wait()
 
     @contextmanager
@@ -264,13 +267,22 @@ class LocalModel:
         self._wide.begin_update(parameters)
         if self.sharded is not None:
             self.sharded.show_pieces(parameters)
+        self._updating = optimizer
 
     def end_update(self, optimizer: Optimizer) -> None:
         """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""
+        self._updating = None
         self._wide.end_update(each for group in optimizer.param_groups for each in group["params"])
         self._state.end_update(optimizer)
         if self.sharded is not None:
             self.sharded.hide_pieces()
+
+    def end_broken_update(self) -> bool:
+        """End an update that an error has ended; returns whether there was one until now, of a share only."""
+        if self._updating is not None:
+            self._has_broken_update = not self._updates_all
+            self.end_update(self._updating)
+        return self._has_broken_update
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:

@@ -11,7 +11,7 @@ names the alternatives.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -144,8 +144,14 @@ class ManualSteps:
         self._reduction.buffers.meet()
         return result
 
-    def forward(self, job: Job, microbatches: Sequence[Any], sizes: tuple[int, ...]) -> ForwardStep:
-        """Run a step forward and pause it until its backward. Its losses are not weighted."""
+    def forward(
+        self,
+        job: Job,
+        microbatches: Sequence[Any],
+        sizes: tuple[int, ...],
+        noted: Callable[[], AbstractContextManager[None]],
+    ) -> ForwardStep:
+        """Run a step forward and pause it until its backward, in a context ``noted``. Its losses are not weighted."""
         runtime, sharded = self._calls.runtime, self._sharded
         assert runtime is not None
         program = deferring_loss(job.step, self._once_in_step, runtime.stage.make_real)
@@ -161,7 +167,12 @@ class ManualSteps:
             assert self._calls.runtime is not None
             self._calls.runtime.barriers.backward(losses, 1.0, retain_graph=retain_graph)
 
-        return ForwardStep(put_together(outputs), sizes, pause, backward, self._around_backward)
+        @contextmanager
+        def around() -> Iterator[None]:
+            with noted(), self._around_backward():
+                yield
+
+        return ForwardStep(put_together(outputs), sizes, pause, backward, around)
 
     def _once_in_step(self, name: str, act: Callable[[list[Any]], Any], value: Any) -> Any:
         assert self._calls.runtime is not None

@@ -90,6 +90,7 @@ def test_other_layouts_give_the_same_numbers(layout, tmp_path):
     expected = alone(train, tmp_path, per_device_train_batch_size=8, optim="sgd")
     for found in on_ranks(train, ranks, tmp_path, smp, per_device_train_batch_size=8 // readers, optim="sgd"):
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[3] == expected[3]
         if found[1]:
             assert_close(found[1], expected[1])
 

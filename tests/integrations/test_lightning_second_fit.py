@@ -155,6 +155,49 @@ def test_fits_and_evaluations_follow_each_other_spread(layout, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=exact, atol=exact)
 
 
+DELAYED = {"delayed_parameter_initialization": True}
+PP2 = {**DELAYED, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
+CHANGES = {
+    "pp2 to sdp2": (PP2, {**DELAYED, **SHARDED}),
+    "sdp2 to pp2": ({**DELAYED, **SHARDED}, {**PP2, "microbatches": 4}),
+    "pp2 to tp2": (PP2, {**DELAYED, **SPLIT}),
+}
+
+
+def two_fits(folder, options, begin=None):
+    """A fit for each of ``options``; with the weights ``begin``, in one process that accumulates microbatches."""
+    module = toy_module(configure_model=configure_model, configure_optimizers=configure_optimizers)
+    del module.net
+    module.shapes = []
+    if begin is not None:
+        configure_model(module)
+        module.load_state_dict(begin)
+    with restores() as restored:
+        for number, smp in enumerate(options):
+            accumulated = smp.get("microbatches", 1) if begin is not None else 1
+            fit = {"accumulate_grad_batches": accumulated, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+            trainer = toy_trainer(folder, smp=smp if begin is None else None, max_epochs=1, **fit)
+            data = toy_loader(shuffle=False, batch_size=BATCH // accumulated, dataset=toy_data(2 * BATCH))
+            if begin is None and not number:
+                trainer.validate(module, data, verbose=False)
+                trainer.save_checkpoint(folder / "begin.ckpt", weights_only=True)
+            trainer.fit(module, data)
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=True)
+    return restored
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fit_with_other_options_puts_the_module_together_and_goes_on(change, tmp_path):
+    for restored in on_ranks(two_fits, 2, tmp_path / "smp", CHANGES[change]):
+        assert restored == ["none", "none", "all", "none"]
+    with quiet():
+        two_fits(tmp_path / "one", CHANGES[change], weights_of(tmp_path / "smp" / "begin.ckpt"))
+    found, expected = (weights_of(tmp_path / which / "end.ckpt") for which in ("smp", "one"))
+    exact = 1e-5 if "tp2" in change else 0
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=exact, atol=exact)
+
+
 def average(folder, smp):
     """Two fits with a callback that copies the module when training is set up."""
     module = toy_module(configure_model=configure_model)

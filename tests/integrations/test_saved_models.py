@@ -1,14 +1,21 @@
 """Model files of a partitioned model: byte for byte those of one plain process, whichever layout writes them."""
 
 import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate_checks import assert_same, fresh_accelerator, on_ranks
 from hf_checks import alone, language_model, text_trainer, weights_of
+from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from saved_models import LAYOUTS, assert_same_files, contents, plain, trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_utils
+
+from smp_strategy.errors import PeerFailedError, UnsupportedError
 
 CASES = [(name, layout) for name in ("gpt2", "llama") for layout in LAYOUTS] + [("mixtral", "pp2"), ("mixtral", "sdp2")]
 
@@ -17,6 +24,9 @@ def saves(name, smp, folder):
     accelerator, model = trained(name, smp)
     model.save_pretrained(folder / "one")
     model.save_pretrained(folder / "many", max_shard_size="5KB")
+    how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save, "max_shard_size": "5KB"}
+    whole = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(folder / "given", **how, state_dict=whole, variant="own")
     accelerator.save_model(model, folder / "accelerate", max_shard_size="5KB")
     accelerator.save_model(model, folder / "accelerate one")
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
@@ -32,9 +42,10 @@ def test_files_are_those_of_one_process(name, layout, tmp_path):
     model = plain(name, weights)
     model.save_pretrained(tmp_path / "plain" / "one")
     model.save_pretrained(tmp_path / "plain" / "many", max_shard_size="5KB")
-    for each in ("one", "many"):
+    model.save_pretrained(tmp_path / "plain" / "given", max_shard_size="5KB", variant="own")
+    for each, options in (("one", {}), ("many", {}), ("given", {"variant": "own"})):
         assert_same_files(tmp_path / each, tmp_path / "plain" / each)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / each)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / each, **options)
         assert_same(loaded.state_dict(), weights)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
@@ -113,3 +124,67 @@ def test_the_files_of_a_trainer_are_those_of_one_process(model, layout, tmp_path
     if model is tied_language_model:
         found = AutoModelForCausalLM.from_pretrained(ours)
         assert_same(found.state_dict(), weights)
+
+
+def converts(smp, folder):
+    """As with PiSSA, whose trained adapters are saved as the difference to those at the beginning."""
+    accelerator = fresh_accelerator(None if smp is None else {**smp, "restore_module": "all"})
+    model = adapted_language_model()
+    model.save_pretrained(folder / "begin")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.arange(16).reshape(2, 8)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    save = partial(model.save_pretrained, folder / "end", path_initial_model_for_weight_conversion=folder / "begin")
+    if smp is not None:
+        with pytest.raises(UnsupportedError, match="loads the initial adapter into the model.* `restore_module"):
+            save()
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        save()
+
+
+def test_a_conversion_of_adapters_is_refused_until_the_model_is_whole(tmp_path):
+    on_ranks(converts, 2, LAYOUTS["sdp2"][1], tmp_path / "found")
+    on_ranks(converts, 1, None, tmp_path / "plain")
+    found, expected = (load_file(tmp_path / each / "end" / "adapter_model.safetensors") for each in ("found", "plain"))
+    assert_same(found, expected)
+
+
+class Hub:
+    """Notes the folders that are uploaded; ``fails``: has no room for another model."""
+
+    def __init__(self, fails):
+        self.fails, self.uploaded = fails, []
+
+    def create_repo(self, name, **_):
+        if self.fails:
+            raise OSError("no room on the hub")
+        return SimpleNamespace(repo_id=name)
+
+    def upload(self, folder, *_, **__):
+        self.uploaded.append(sorted(each.name for each in Path(folder).iterdir()))
+
+
+def uploads(smp, folder, fails):
+    hub = Hub(fails)
+    modeling_utils.hf_api = lambda: hub
+    modeling_utils.create_and_tag_model_card = lambda *_, **__: ModelCard("A model.")
+    accelerator, model = trained("llama", smp)
+    model._upload_modified_files = hub.upload
+    try:
+        model.save_pretrained(folder, accelerator.is_main_process, push_to_hub=True)
+    except (OSError, PeerFailedError) as error:
+        return str(error)
+    return hub.uploaded
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_uploaded_once_and_errors_reach_all_ranks(fails, tmp_path):
+    first, other = on_ranks(uploads, 2, LAYOUTS["sdp2"][1], tmp_path / "model", fails)
+    if fails:
+        assert first == "no room on the hub"
+        assert other.startswith("Rank 0 failed while saving to ")
+    else:
+        assert first == [["README.md", "config.json", "generation_config.json", "model.safetensors"]]
+        assert other == []

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of models of transformers and of PEFT, while the model is partitioned.
+"""``save_pretrained`` and ``num_parameters`` of models of transformers and of PEFT, while the model is partitioned.
 
 Scripts call ``model.save_pretrained(folder)`` on all ranks, with or without ``is_main_process``, and Hugging Face's
 Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the prepared instance. While the
@@ -7,12 +7,17 @@ ranks write (:mod:`smp_strategy.integrations.accelerate.spread_saving`). On one 
 (:mod:`smp_strategy.distributed.rendezvous`).
 
 The model's own method runs on a gathered state dict, as it always did, if the caller gives one, or if values are needed
-before files are written: pickled files, uploads to the Hub, quantised weights, converted initial adapters.
+before files are written: pickled files, uploads to the Hub, quantised weights.
+
+``num_parameters``, which goes into the index of several files and into the operations that Hugging Face's Trainer
+counts, is that of the whole model, although a rank has parts of split layers.
 """
 
+import inspect
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +26,8 @@ from typing import Any, final
 from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.model.patching import Patches
@@ -29,12 +36,11 @@ __all__ = ["PretrainedCalls", "library_of"]
 
 # Arguments for which values are needed while the library prepares the files, with the value for which they are not.
 _NEEDS_VALUES = {
-    "state_dict": None,
     "push_to_hub": False,
     "distributed_checkpoint": False,
     "safe_serialization": True,
-    "path_initial_model_for_weight_conversion": None,
 }
+_CONVERSION = "path_initial_model_for_weight_conversion"
 _CARD = "README.md"
 
 
@@ -50,27 +56,37 @@ def library_of(model: nn.Module) -> ModuleType | None:
 
 @final
 class PretrainedCalls:
-    """Replacement of ``save_pretrained`` of one model.
+    """Replacement of ``save_pretrained`` and ``num_parameters`` of one model.
 
     Args:
         model: Model of transformers or of PEFT.
         spread: Returns the partitioned model, or ``None`` while this rank has all of it.
+        whole_sizes: Makes a context in which its parameters have the sizes of the whole model.
 
     Attributes:
         model: As given.
     """
 
-    def __init__(self, model: nn.Module, spread: Callable[[], SpreadModel | None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spread: Callable[[], SpreadModel | None],
+        whole_sizes: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.model = model
         self._spread = spread
+        self._whole_sizes = whole_sizes
         self._patches = Patches()
         self._library = library_of(model)
         if self._library is not None:
             self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
             self._patches.replace(model, self._save_pretrained, "save_pretrained")
+            if hasattr(model, "num_parameters"):
+                self._own_count: Callable[..., int] = model.num_parameters  # type: ignore[assignment]
+                self._patches.replace(model, self._num_parameters, "num_parameters")
 
     def remove(self) -> None:
-        """Restore the model's own method."""
+        """Restore the model's own methods."""
         self._patches.give_back()
 
     @property
@@ -80,8 +96,22 @@ class PretrainedCalls:
 
     def _save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
         spread = self._spread()
-        if spread is None or arguments or self._needs_values(options):
+        if spread is None:
             self._own(save_directory, *arguments, **options)
+            return
+        names = list(inspect.signature(self._own).parameters)[1:]
+        options |= dict(zip(names, arguments, strict=False))
+        if options.get(_CONVERSION) is not None:
+            raise UnsupportedError(
+                f"`save_pretrained({_CONVERSION}={options[_CONVERSION]!r})` loads the initial adapter into the model, "
+                "which is spread over ranks, and computes with its weights. Call it when every rank has the whole "
+                'model: with `restore_module="all"`, after `accelerator.end_training()`.'
+            )
+        if options.get("state_dict") is not None:
+            self._own(save_directory, **options)  # perhaps on one rank only
+            return
+        if self._needs_values(options):
+            self._save_gathered(save_directory, options)
             return
         is_main = options.pop("is_main_process", True)
         options.pop("state_dict", None)
@@ -89,10 +119,20 @@ class PretrainedCalls:
         replaces = "" if is_adapter else folders.weights_of(options.get("variant"))
 
         def plan(staging: Path, state: SpreadState, entries: dict[str, Any]) -> FileNotes:
-            return self._plan(spread, Path(save_directory), staging, state, entries, options)
+            return self._plan(Path(save_directory), staging, entries, options)
 
         target = Path(save_directory) if is_main else None
         write_together("model.save_pretrained", spread, target, plan, replaces=replaces)
+
+    def _save_gathered(self, save_directory: Any, options: dict[str, Any]) -> None:
+        """Save on a gathered state dict; an upload that fails on the first rank fails on all. Collective."""
+        state = self.model.state_dict()
+        with alike(f"saving to {save_directory}"):
+            self._own(save_directory, **{**options, "state_dict": state})
+
+    def _num_parameters(self, *arguments: Any, **options: Any) -> int:
+        with self._whole_sizes():
+            return self._own_count(*arguments, **options)
 
     @property
     def _is_adapter(self) -> bool:
@@ -102,27 +142,15 @@ class PretrainedCalls:
         is_quantised = getattr(self.model, "hf_quantizer", None) is not None
         return is_quantised or any(options.get(name, usual) != usual for name, usual in _NEEDS_VALUES.items())
 
-    def _plan(
-        self,
-        spread: SpreadModel,
-        target: Path,
-        staging: Path,
-        state: SpreadState,
-        entries: dict[str, Any],
-        options: dict[str, Any],
-    ) -> FileNotes:
+    def _plan(self, target: Path, staging: Path, entries: dict[str, Any], options: dict[str, Any]) -> FileNotes:
         """Let the library prepare all files; those of tensors are noted."""
         notes = FileNotes(staging)
         with Patches() as patches, notes.instead_of(self._library, "safe_save_file"):
             for part in self.model.modules():
                 if part is not self.model:  # PEFT asks those that it saves whole (`modules_to_save`) for names
                     patches.put(part, "state_dict", partial(_without_values, part.state_dict))
-            if self._is_adapter:
-                if (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
-                    shutil.copyfile(target / _CARD, staging / _CARD)
-            else:
-                total = spread.num_parameters(state)
-                patches.put(self.model, "num_parameters", lambda *_, **__: total)
+            if self._is_adapter and (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
+                shutil.copyfile(target / _CARD, staging / _CARD)
             self._own(str(staging), state_dict=entries, is_main_process=True, **options)
         return notes
 

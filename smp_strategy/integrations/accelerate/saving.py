@@ -13,7 +13,7 @@ All calls are collective; a rank that does not make the same call gets an error
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -70,7 +70,8 @@ class SavingHooks(HookBase):
                 load=partial(self.load_model_state_dict, model),
             )
             self.smp.state_calls.append(calls)
-            self.smp.pretrained_calls.append(PretrainedCalls(model, partial(self._smp_spread, model)))
+            ways = partial(self._smp_spread, model), partial(self._smp_whole_sizes, model)
+            self.smp.pretrained_calls.append(PretrainedCalls(model, *ways))
         return model
 
     def free_memory(self, *objects: Any) -> Any:
@@ -268,6 +269,11 @@ class SavingHooks(HookBase):
         if not place.engine.is_spread:
             return None
         return SpreadModel(place.engine, place.path, self._smp_aside)
+
+    def _smp_whole_sizes(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which parameters of ``model`` have the sizes of the whole model."""
+        place = self._smp_place(model)
+        return nullcontext() if place is None else place.engine.saved.looking_as_built()
 
     def _smp_place(self, module: nn.Module) -> _ModulePath | None:
         """Locate ``module`` in the module that the engine runs; ``None``: not in there, and whole on every rank."""

@@ -97,12 +97,6 @@ class SpreadModel:
         notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
         state.write(notes.files, path.parent, writers=[0])
 
-    def num_parameters(self, state: SpreadState) -> int:
-        """Number of elements of all parameters, of which this rank has a part."""
-        assert self._engine.module is not None
-        names = [name for name, _ in self._engine.module.named_parameters() if name.startswith(self._prefix)]
-        return state.num_elements(names)
-
 
 Plan = Callable[[Path, SpreadState, dict[str, Any]], FileNotes]
 

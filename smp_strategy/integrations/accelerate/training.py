@@ -335,8 +335,7 @@ class TrainingHooks(HookBase):
 
     def _smp_leave_partitioned(self, engine: Engine) -> None:
         assert self.smp.calls is not None
-        if engine.is_spread:
-            leave_spread(self.smp.calls.model, engine)
+        if leave_spread(self.smp.calls.model, engine):
             self.smp.let_go()
         self.smp.calls = self._smp_unprepared = None
         self.smp.close()

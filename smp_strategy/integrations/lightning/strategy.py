@@ -483,8 +483,7 @@ class StrategyHooks(DelegatingStrategy):
         self._manual = self._stop_signal = None
         if self._engine is not None:
             self._engine.detach(failed=self._has_failed)
-            if self._engine.is_spread:
-                leave_spread(self.lightning_module, self._engine)
+            leave_spread(self.lightning_module, self._engine)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

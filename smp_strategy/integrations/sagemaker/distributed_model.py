@@ -337,11 +337,8 @@ class DistributedModel(LocalParts):
 
     def leave(self) -> None:
         """End the wrapper. A module that is spread stays so, until it is wrapped again."""
-        is_spread = self._engine.is_spread
         self._engine.detach(restores=False)  # takes no memory
-        if is_spread:
-            leave_spread(self.module, self._engine)
-        else:
+        if not leave_spread(self.module, self._engine):
             self._engine.close()
 
     def close(self) -> None:
