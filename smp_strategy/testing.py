@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.malloc import keep_freed_memory
+from smp_strategy.distributed.torch_private import default_group
 
 __all__ = ["free_port", "run_ranks"]
 
@@ -160,7 +161,8 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
-        dist.barrier()  # a rank that ended at once would break connections that others are still making
+        # A rank that ended at once would break connections that others are still making.
+        default_group().barrier().wait()
         result = (True, fn(*args))
     except BaseException:
         result = (False, traceback.format_exc())
