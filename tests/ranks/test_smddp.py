@@ -140,6 +140,7 @@ def test_on_one_node_they_have_the_same_bits():
 
 
 LATER = """
+import sys
 import torch, torch.distributed as dist
 import smp_strategy.smddp
 from torch.nn.parallel import DistributedDataParallel
@@ -148,7 +149,8 @@ dist.init_process_group(backend="smddp")
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(3, 1))
 model(torch.full((1, 3), dist.get_rank() + 1.0)).backward()
-print(dist.get_backend(), model.module.weight.grad.tolist())
+# One write: the ranks share the pipe.
+sys.stdout.write(f"{dist.get_backend()} {model.module.weight.grad.tolist()}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """
