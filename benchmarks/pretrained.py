@@ -158,6 +158,10 @@ class Tuned(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
+        self.note_first_step()
+
+    def note_first_step(self) -> None:
+        """The first step has ended now, unless it has ended before."""
         self.first_step = self.first_step or time.perf_counter()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -272,7 +276,9 @@ class Saves(L.Callback):
         self.folder = folder
         self.seconds = 0.0
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        assert isinstance(module, Tuned)
+        module.note_first_step()  # whose own hook comes later
         dist.barrier()
         begin = time.perf_counter()
         save_whole(trainer, self.folder)
