@@ -22,7 +22,7 @@ from smp_strategy.distributed.handle import Handle
 __all__ = ["LEAST_PIECE_BYTES", "Connections"]
 
 LEAST_PIECE_BYTES: Final = 1 << 20
-"""Size from which a piece takes longer on a fast network than its start."""
+"""Smallest piece. At 5 Gbit/s it takes 1.7 ms, much longer than to begin a message."""
 
 
 @final
@@ -50,7 +50,7 @@ class Connections:
             message: It stays alive and unchanged until the handle has been waited for.
             stage: Stage that receives it.
             tag: Tag, not used by another message to this stage that is under way.
-            known_bytes: Size that both ends know; what is behind it, they need not agree on.
+            known_bytes: Bytes of the elements, which both ends know. Strides may follow, as the sender alone knows.
         """
         # As `dist.isend` and `dist.irecv`, without their checks: there are two of them per hop.
         peer, timeout = self._peers[stage], self._timeout
@@ -70,7 +70,7 @@ class Connections:
         return Handle(lambda: [work.wait(timeout) for work in works])
 
     def number_of_pieces(self, message_bytes: int) -> int:
-        """Number of connections that a message takes, of which both ends know this size."""
+        """Number of pieces, each on a connection of its own, of a message whose size both ends know."""
         return max(min(len(self._groups), message_bytes // LEAST_PIECE_BYTES), 1)
 
     def _pieces(self, message: Tensor, known_bytes: int) -> Sequence[Tensor]:

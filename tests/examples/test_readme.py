@@ -34,9 +34,13 @@ def test_the_readme_can_be_read_in_three_minutes():
     assert len(README.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("trainer", [PARALLEL, 'accelerator="cpu", devices=1'], ids=["two stages", "a single process"])
-def test_the_script_prints_the_losses_under_it(tmp_path, trainer):
-    code = CODE.replace(PARALLEL, trainer)
+@pytest.mark.parametrize(
+    ("root", "trainer"),
+    [("lightning", PARALLEL), ("pytorch_lightning", PARALLEL), ("lightning", 'accelerator="cpu", devices=1')],
+    ids=["lightning", "pytorch_lightning", "a single process"],
+)
+def test_the_script_prints_the_losses_under_it(tmp_path, root, trainer):
+    code = CODE.replace("import lightning as L", f"import {root} as L").replace(PARALLEL, trainer)
     (tmp_path / "script.py").write_text(code)
     told = run(tmp_path, "script.py")
     expected = [(epoch, float(loss)) for epoch, loss in LOSS.findall(README)]
