@@ -156,6 +156,8 @@ def _rank_main(
         MASTER_PORT=str(port),
     )
     keep_freed_memory()
+    # PyTorch replaces the inherited thread pool at its first use; threads of autograd that do so at once may find none.
+    torch.set_num_threads(1)
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
