@@ -68,7 +68,7 @@ class WrittenWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _may_write(func, kwargs) and not self._is_in_unit():
+        if not self._is_in_unit() and _may_write(func, kwargs):
             for leaf in leaves_of(given_to(func, args, kwargs)):
                 if id(leaf) in self._parameters:
                     self._keep(leaf)

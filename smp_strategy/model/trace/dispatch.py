@@ -15,6 +15,7 @@ from smp_strategy.model.trace.tensor_spec import storage_of
 __all__ = ["Meter", "draws"]
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 # [Note: assumed values]
 # The results of some operations depend on values: the number of non-zero entries, the number in a tensor. A dry run has
@@ -51,6 +52,9 @@ class Meter(TorchDispatchMode):
         self._unit = unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Most calls of a dry run: autograd asks for the device of what it saves. Nothing is used or computed.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._unit is not None:
             self._refuse_foreign(args, kwargs)

@@ -6,7 +6,7 @@ object refers to. A cache that has got a fake tensor is emptied: its function co
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -26,7 +26,8 @@ class MemoizedFunctions:
     """The memoized functions of this process."""
 
     def __init__(self) -> None:
-        self._found: list[Callable[..., Any]] | None = None
+        # With the number of results that each had computed after the last dry run.
+        self._found: list[tuple["_Memoized[Any]", int]] | None = None
 
     def look(self) -> None:
         """Find those that exist by now, at the next use; it takes a while."""
@@ -36,14 +37,18 @@ class MemoizedFunctions:
     def without_fakes(self) -> Iterator[None]:
         """Context of a dry run: afterwards no cache holds fake tensors of it."""
         if self._found is None:
-            self._found = [each for each in gc.get_objects() if type(each) is _Memoized]
-        before = [each.cache_info().misses for each in self._found]  # type: ignore[attr-defined]
+            self._found = [(each, each.cache_info().misses) for each in gc.get_objects() if type(each) is _Memoized]
         try:
             yield
         finally:
-            for each, misses in zip(self._found, before, strict=True):
-                if each.cache_info().misses != misses and _holds_fakes(gc.get_referents(each), _MOST_LEVELS):  # type: ignore[attr-defined]
-                    each.cache_clear()  # type: ignore[attr-defined]
+            self._found = [(each, _emptied_of_fakes(each, misses)) for each, misses in self._found]
+
+
+def _emptied_of_fakes(memoized: "_Memoized[Any]", misses: int) -> int:
+    """Empty the cache if it holds fake tensors, which it does not if it has computed only ``misses`` results."""
+    if memoized.cache_info().misses != misses and _holds_fakes(gc.get_referents(memoized), _MOST_LEVELS):
+        memoized.cache_clear()
+    return memoized.cache_info().misses
 
 
 def hide_fakes(values: Iterable[Any]) -> None:
