@@ -8,6 +8,8 @@ STAMP := .venv/.installed
 
 # One thread per process: ranks on one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS := 1
+# Tests start hundreds of processes that import the package: they compile it once.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes share the tests, a folder at a time, those that take longest first.
 SHELL := bash -o pipefail

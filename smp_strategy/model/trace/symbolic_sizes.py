@@ -6,8 +6,10 @@ branch of Python code that looks at one leaves a *guard*, a condition under whic
 This module alone uses the private parts of PyTorch's symbolic shapes.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, final
 
 import sympy
@@ -39,7 +41,7 @@ class SymbolicSizes:
 
     def __init__(self) -> None:
         # Symbols are shared by the rule of `_number`. Results that depend on values stay errors.
-        self._env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self._env = _Environment(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
         self._mode.cache_enabled = False  # making its entries takes longer than the run
         self._numbers: dict[tuple[int, int], torch.SymInt] = {}
@@ -112,6 +114,16 @@ class SymbolicSizes:
         source = f"lambda numbers, {', '.join(names)}: {_tuple(results)} if {' and '.join(conditions)} else None"
         function = eval(source, dict(SYMPY_INTERP))
         return lambda numbers: function(numbers, *[numbers[position] for position in positions])
+
+
+class _Environment(ShapeEnv):
+    """Symbols and guards that do not note which line of the user's code they come from.
+
+    To find that line, PyTorch imports ``torch.export`` and its compiler, which takes longer than all else.
+    """
+
+    def _get_user_frame(self) -> FrameType | None:
+        return inspect.currentframe()
 
 
 class _Observer(TorchFunctionMode):
