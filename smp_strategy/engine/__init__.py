@@ -11,7 +11,8 @@ It is the one place that knows every part of the package. In reading order:
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
 * ``written_weights.py``: parameters that steps write to, which dry runs put back.
 * ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
-* ``local_model.py``: this rank's parameters: passes, gradients, optimizer updates, saving, restoring.
+* ``local_model.py``, ``sharded_parameters.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
+  restoring; the making of its shards.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
 * ``new_step_kinds.py``, ``carried_state.py``: the first step of each kind: the tensors that it uses, reasons to refuse
   it, and state that its microbatches pass on.
@@ -19,7 +20,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
-* ``run_outcome.py``: errors that have ended steps and updates, which decide how the next run begins.
+* ``run_outcome.py``, ``broken_updates.py``: errors that have ended steps and updates, which decide what may come next.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.

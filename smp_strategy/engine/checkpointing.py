@@ -88,6 +88,7 @@ class SavedState:
         is_first, local_model = self._parts.mesh.rank == 0, self._parts.local_model
         with self._parts.views.put_aside():
             if local_model is not None:
+                local_model.compare_updates()
                 local_model.settle()
             if local_model is not None and local_model.whole_on == "none":
                 state = {MODULE: module_state(local_model.holdings)}

@@ -23,29 +23,26 @@ from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
-from smp_strategy.data_parallel.flat_unit import ShardPolicy
 from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, mark_own_states
-from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.data_parallel.replica_sums import replica_sums
-from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.collectives.interface import collectives_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.engine.broken_updates import BrokenUpdates
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
+from smp_strategy.engine.sharded_parameters import shard_parameters
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.deferred_tensor import ReadRun
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
-from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
+from smp_strategy.precision.dtypes import reduce_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
@@ -122,7 +119,7 @@ class LocalModel:
         self._state = ZeroOptimizer(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = None
         if mesh.shard_group is not None:
-            self.sharded = _sharded(ownership, mesh, config, delayed, _keeping(module, config))
+            self.sharded = shard_parameters(module, ownership, mesh, config, delayed)
         self.holdings = LocalShards(module, ownership, mesh, self._state, self.sharded, parts)
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         sharded = self.sharded
@@ -130,7 +127,7 @@ class LocalModel:
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self._updating: Optimizer | None = None
-        self._has_broken_update = False
+        self._broken = BrokenUpdates()
         self.reduction = Reduction(
             ownership,
             mesh,
@@ -280,9 +277,14 @@ class LocalModel:
     def end_broken_update(self) -> bool:
         """End an update that an error has ended; returns whether there was one until now, of a share only."""
         if self._updating is not None:
-            self._has_broken_update = not self._updates_all
+            self._broken.note(is_of_part=not self._updates_all)
             self.end_update(self._updating)
-        return self._has_broken_update
+        return self._broken.has_part
+
+    def compare_updates(self) -> None:
+        """End a broken update, and refuse weights of two steps; see :meth:`BrokenUpdates.compare`."""
+        self.end_broken_update()
+        self._broken.compare()
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
@@ -331,6 +333,7 @@ class LocalModel:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Full state dict on rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
+        self.compare_updates()
         self.settle()
         if self.whole_on != "none":
             return self._module.state_dict() if self._mesh.rank == 0 else {}
@@ -427,73 +430,3 @@ def _no_new_states(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for parameter in [each for each, state in optimizer.state.items() if not state and each not in before]:
             del optimizer.state[parameter]
-
-
-def _sharded(
-    ownership: Ownership,
-    mesh: ProcessMesh,
-    config: SMPConfig,
-    delayed: DelayedModule,
-    keeping: ShardPolicy,
-) -> ShardedModule:
-    assert mesh.shard_group is not None
-    device = delayed.device
-    is_on_nodes = mesh.shape.nodes_of_shard_group > 1
-    shards = collectives_of(
-        mesh.shard_group,
-        device,
-        len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
-        gathers_in_hops=config.sdp_hierarchical_allgather,
-        most_reduced=config.sdp_reduce_bucket_size,
-        on_one_node=not is_on_nodes,
-    )
-    parameters, across = {}, {}
-    runs: dict[nn.Parameter, ReadRun] = {}
-    for users, members in ownership.parameters_by_units().items():
-        stages = frozenset(ownership.stage_of[user] for user in users)
-        group = mesh.group_of(stages) if len(stages) > 1 else None
-        if mesh.stage in stages:
-            runs.update(delayed.runs(parameter for _, parameter in members))
-            parameters[users] = _with_values(members, delayed)
-        if group is not None:
-            across[users] = (group, mesh.stage == min(stages))
-    has_replicas = mesh.dp > mesh.shape.dp_shard
-    is_flat = config.ddp_reduction == "flat"
-    per_node = None if is_flat else mesh.shape.ranks_per_node(mesh.rank, "dp_replicate")
-    units = ShardedModule(
-        parameters,
-        shards,
-        collectives_of(mesh.replicate_group, device, per_node) if has_replicas else None,
-        device,
-        across=across,
-        timing=GatherPolicy(
-            gathers_once=config.gathers_once(mesh.pp),
-            reduces_early=mesh.pp == 1,
-            most_live=config.sdp_max_live_parameters,
-        ),
-        deals_out=has_replicas and config.shard_optimizer_state,
-        keeping=keeping,
-    )
-    units.group = mesh.shard_group
-    with torch.no_grad():
-        for parameter, read in runs.items():
-            for start, memory in units.runs_to_fill(parameter):
-                memory.copy_(read(start, start + len(memory)))
-    return units
-
-
-def _keeping(module: nn.Module, config: SMPConfig) -> ShardPolicy:
-    named, seen = dict(module.named_parameters()), dtypes_in_use(module, compute_dtype(config))
-    return ShardPolicy(
-        persistence_threshold=config.sdp_param_persistence_threshold,
-        dtypes={named[name]: dtype for name, dtype in seen.items()},
-        reduce_dtype=reduce_dtype(config),
-    )
-
-
-def _with_values(
-    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """``members``, materialised when the iteration begins and not before: each unit is sharded before the next one."""
-    delayed.materialise(parameter for _, parameter in members)
-    yield from members

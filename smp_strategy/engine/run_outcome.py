@@ -3,9 +3,7 @@
 After an error in a step or in its backward the weights are those before it, but its collectives and gradients are
 unfinished. So the next run that trains begins with a full module, which is sharded again.
 
-An update changes weights on each rank by itself. If an error ends it on all ranks, each parameter has the value that
-its owners have given it, as in a single process. If it ends the update on some ranks only, the shards of the module are
-of different steps, and no run may go on with them.
+After an error in an update on some ranks only, no run may go on with the module (``broken_updates.py``).
 """
 
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 from typing import final
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.errors import SMPError
+from smp_strategy.engine.broken_updates import refuse_mixture
 
 __all__ = ["RunOutcome"]
 
@@ -53,10 +51,4 @@ class RunOutcome:
         """
         everyones = collectives.gather_objects((self.has_failed, self.has_broken_update), "the end of the last run")
         self.has_failed = any(failed for failed, _ in everyones)
-        broken = [rank for rank, (_, is_broken) in enumerate(everyones) if is_broken]
-        if 0 < len(broken) < len(everyones):
-            raise SMPError(
-                f"An error has ended the last optimizer step on ranks {broken} of {len(everyones)}, and the others "
-                "have updated their shares of the module: it is a mixture of two steps. Make the module again, and "
-                "load a checkpoint into it."
-            )
+        refuse_mixture([is_broken for _, is_broken in everyones])

@@ -16,6 +16,8 @@ LAYOUTS = {
     "pp2": {"pipeline_parallel_degree": 2, "microbatches": 4},
     "sdp2": {**PP1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0},
     "zero1": {**PP1, "shard_optimizer_state": True},
+    "dp2": PP1,
+    "tp2": {**PP1, "tensor_parallel_degree": 2},
 }
 SPREAD = {"delayed_parameter_initialization": True, "loss_in_model": False}
 
@@ -67,7 +69,7 @@ class SGD(torch.optim.SGD):
 
 
 def script(weights, smp, where, ranks, frees):
-    """Two rounds of three batches. The last of the first round fails, on ``ranks``; then it is left, or goes on."""
+    """Two rounds of three batches. One of the first round fails on ``ranks``: the last if the model is left then."""
     accelerator = fresh_accelerator(None if smp is None else {**smp, **SPREAD})
     model = AutoModelForCausalLM.from_pretrained(weights)
     model.transformer.h[1].mlp.act = activation = Activation(model.transformer.h[1].mlp.act)
@@ -79,7 +81,7 @@ def script(weights, smp, where, ranks, frees):
             optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
             model, optimizer = accelerator.prepare(model.train(), optimizer)
         for number, batch in enumerate(tokens()):
-            fails = fails_here and phase == 0 and number == 2
+            fails = fails_here and phase == 0 and number == (2 if frees else 1)
             try:
                 optimizer.zero_grad()
                 logits = model(input_ids=batch).logits[:, :-1]
@@ -132,3 +134,15 @@ def script_with_mixed_weights(*arguments):
 @pytest.mark.parametrize("layout", ["sdp2", "pp2"])
 def test_weights_of_two_steps_are_refused(layout, weights):
     on_ranks(script_with_mixed_weights, 2, weights, LAYOUTS[layout], "before the update", [1], True)
+
+
+def error_of_script(*arguments):
+    with pytest.raises(SMPError) as caught:
+        script(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "sdp2", "dp2", "tp2"])
+def test_a_step_after_an_update_on_some_ranks_is_refused(layout, weights):
+    for message in on_ranks(error_of_script, 2, weights, LAYOUTS[layout], "before the update", [1], False):
+        assert "An error has ended the last optimizer step on ranks [1] of 2" in message

@@ -27,7 +27,7 @@ class MemoizedFunctions:
 
     def __init__(self) -> None:
         # With the number of results that each had computed after the last dry run.
-        self._found: list[tuple["_Memoized[Any]", int]] | None = None
+        self._found: list[tuple[_Memoized[Any], int]] | None = None
 
     def look(self) -> None:
         """Find those that exist by now, at the next use; it takes a while."""

@@ -1,0 +1,94 @@
+"""Sharded parameters of a local model: the shards of a stage, made unit by unit from the full module."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.flat_unit import ShardPolicy
+from smp_strategy.data_parallel.gather_schedule import GatherPolicy
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.distributed.collectives.interface import collectives_of
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.model.deferred_tensor import ReadRun
+from smp_strategy.model.ownership import Ownership
+from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
+
+__all__ = ["shard_parameters"]
+
+
+def shard_parameters(
+    module: nn.Module, ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule
+) -> ShardedModule:
+    """Shard the parameters of this rank's stage over the shard group; each unit gets values just before. Collective.
+
+    Args:
+        module: Full module.
+        ownership: Map from parameters to stages.
+        mesh: Process mesh, with a shard group.
+        config: All options.
+        delayed: Tensors without values yet, and the device where they are made.
+    """
+    assert mesh.shard_group is not None
+    device = delayed.device
+    is_on_nodes = mesh.shape.nodes_of_shard_group > 1
+    shards = collectives_of(
+        mesh.shard_group,
+        device,
+        len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
+        gathers_in_hops=config.sdp_hierarchical_allgather,
+        most_reduced=config.sdp_reduce_bucket_size,
+        on_one_node=not is_on_nodes,
+    )
+    parameters, across = {}, {}
+    runs: dict[nn.Parameter, ReadRun] = {}
+    for users, members in ownership.parameters_by_units().items():
+        stages = frozenset(ownership.stage_of[user] for user in users)
+        group = mesh.group_of(stages) if len(stages) > 1 else None
+        if mesh.stage in stages:
+            runs.update(delayed.runs(parameter for _, parameter in members))
+            parameters[users] = _with_values(members, delayed)
+        if group is not None:
+            across[users] = (group, mesh.stage == min(stages))
+    has_replicas = mesh.dp > mesh.shape.dp_shard
+    is_flat = config.ddp_reduction == "flat"
+    per_node = None if is_flat else mesh.shape.ranks_per_node(mesh.rank, "dp_replicate")
+    units = ShardedModule(
+        parameters,
+        shards,
+        collectives_of(mesh.replicate_group, device, per_node) if has_replicas else None,
+        device,
+        across=across,
+        timing=GatherPolicy(
+            gathers_once=config.gathers_once(mesh.pp),
+            reduces_early=mesh.pp == 1,
+            most_live=config.sdp_max_live_parameters,
+        ),
+        deals_out=has_replicas and config.shard_optimizer_state,
+        keeping=_keeping(module, config),
+    )
+    units.group = mesh.shard_group
+    with torch.no_grad():
+        for parameter, read in runs.items():
+            for start, memory in units.runs_to_fill(parameter):
+                memory.copy_(read(start, start + len(memory)))
+    return units
+
+
+def _keeping(module: nn.Module, config: SMPConfig) -> ShardPolicy:
+    named, seen = dict(module.named_parameters()), dtypes_in_use(module, compute_dtype(config))
+    return ShardPolicy(
+        persistence_threshold=config.sdp_param_persistence_threshold,
+        dtypes={named[name]: dtype for name, dtype in seen.items()},
+        reduce_dtype=reduce_dtype(config),
+    )
+
+
+def _with_values(
+    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``members``, materialised when the iteration begins and not before: each unit is sharded before the next one."""
+    delayed.materialise(parameter for _, parameter in members)
+    yield from members
