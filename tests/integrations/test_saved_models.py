@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from accelerate_checks import assert_same, fresh_accelerator, on_ranks
 from hf_checks import alone, language_model, text_trainer, weights_of
 from huggingface_hub import ModelCard
@@ -166,25 +167,30 @@ class Hub:
         self.uploaded.append(sorted(each.name for each in Path(folder).iterdir()))
 
 
-def uploads(smp, folder, fails):
+def uploads(smp, folder, fails, is_save):
     hub = Hub(fails)
-    modeling_utils.hf_api = lambda: hub
-    modeling_utils.create_and_tag_model_card = lambda *_, **__: ModelCard("A model.")
+    for library in (modeling_utils, transformers.utils.hub):
+        library.hf_api = lambda: hub
+        library.create_and_tag_model_card = lambda *_, **__: ModelCard("A model.")
     accelerator, model = trained("llama", smp)
     model._upload_modified_files = hub.upload
     try:
-        model.save_pretrained(folder, accelerator.is_main_process, push_to_hub=True)
+        if is_save:
+            model.save_pretrained(folder, accelerator.is_main_process, push_to_hub=True)
+        else:
+            model.push_to_hub("model")
     except (OSError, PeerFailedError) as error:
         return str(error)
     return hub.uploaded
 
 
+@pytest.mark.parametrize("is_save", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_is_uploaded_once_and_errors_reach_all_ranks(fails, tmp_path):
-    first, other = on_ranks(uploads, 2, LAYOUTS["sdp2"][1], tmp_path / "model", fails)
+def test_a_model_is_uploaded_once_and_errors_reach_all_ranks(fails, is_save, tmp_path):
+    first, other = on_ranks(uploads, 2, LAYOUTS["sdp2"][1], tmp_path / "model", fails, is_save)
     if fails:
         assert first == "no room on the hub"
-        assert other.startswith("Rank 0 failed while saving to ")
+        assert other.startswith(f"Rank 0 failed while {'saving to ' if is_save else 'uploading a model'}")
     else:
         assert first == [["README.md", "config.json", "generation_config.json", "model.safetensors"]]
         assert other == []

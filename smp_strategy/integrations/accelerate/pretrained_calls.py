@@ -1,4 +1,4 @@
-"""``save_pretrained`` and ``num_parameters`` of models of transformers and of PEFT, while the model is partitioned.
+"""``save_pretrained``, ``push_to_hub`` and ``num_parameters`` of models of transformers and PEFT that are partitioned.
 
 Scripts call ``model.save_pretrained(folder)`` on all ranks, with or without ``is_main_process``, and Hugging Face's
 Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the prepared instance. While the
@@ -9,6 +9,8 @@ ranks write (:mod:`smp_strategy.integrations.accelerate.spread_saving`). On one 
 The model's own method runs on a gathered state dict, as it always did, if the caller gives one, or if values are needed
 before files are written: pickled files, uploads to the Hub, quantised weights.
 
+``push_to_hub`` saves in this way, too, and uploads from the first rank only.
+
 ``num_parameters``, which goes into the index of several files and into the operations that Hugging Face's Trainer
 counts, is that of the whole model, although a rank has parts of split layers.
 """
@@ -17,15 +19,18 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, final
 
+import torch.distributed as dist
 from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate import state_folders as folders
@@ -56,7 +61,7 @@ def library_of(model: nn.Module) -> ModuleType | None:
 
 @final
 class PretrainedCalls:
-    """Replacement of ``save_pretrained`` and ``num_parameters`` of one model.
+    """Replacement of ``save_pretrained``, ``push_to_hub`` and ``num_parameters`` of one model.
 
     Args:
         model: Model of transformers or of PEFT.
@@ -81,6 +86,9 @@ class PretrainedCalls:
         if self._library is not None:
             self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
             self._patches.replace(model, self._save_pretrained, "save_pretrained")
+            if hasattr(model, "push_to_hub"):
+                self._own_push: Callable[..., Any] = model.push_to_hub  # type: ignore[assignment]
+                self._patches.replace(model, self._push_to_hub, "push_to_hub")
             if hasattr(model, "num_parameters"):
                 self._own_count: Callable[..., int] = model.num_parameters  # type: ignore[assignment]
                 self._patches.replace(model, self._num_parameters, "num_parameters")
@@ -129,6 +137,23 @@ class PretrainedCalls:
         state = self.model.state_dict()
         with alike(f"saving to {save_directory}"):
             self._own(save_directory, **{**options, "state_dict": state})
+
+    def _push_to_hub(self, *arguments: Any, **options: Any) -> Any:
+        """Save on all ranks, and upload from the first one, which other ranks wait for. Collective."""
+        if self._spread() is None:
+            return self._own_push(*arguments, **options)
+        is_first, uploaded = dist.get_rank() == 0, None
+        sizes = {name: options[name] for name in ("max_shard_size",) if name in options}
+        with ExitStack() as stack:
+            folder = stack.enter_context(TemporaryDirectory()) if is_first else ""
+            self._save_pretrained(folder, is_main_process=is_first, **sizes)
+            with alike("uploading a model"):
+                if is_first:
+                    copy = partial(shutil.copytree, folder, dirs_exist_ok=True, copy_function=shutil.move)
+                    patches = stack.enter_context(Patches())
+                    patches.put(self.model, "save_pretrained", lambda target, **_: copy(target))
+                    uploaded = self._own_push(*arguments, **options)
+        return collectives.tell(uploaded, 0, "the result of an upload")
 
     def _num_parameters(self, *arguments: Any, **options: Any) -> int:
         with self._whole_sizes():
