@@ -35,6 +35,8 @@ class DoorWords:
     """Calls that log or print on one rank."""
     clip: str
     """Ways to clip gradients by their norm."""
+    average: str
+    """Ways to average a value over all ranks."""
 
 
 OF_LIGHTNING: Final = DoorWords(
@@ -46,6 +48,7 @@ OF_LIGHTNING: Final = DoorWords(
     on_one_saves="`if trainer.is_global_zero: trainer.save_checkpoint(...)`",
     tell="`self.log` or `self.print`",
     clip="`gradient_clip_val`",
+    average="`self.log(..., sync_dist=True)`",
 )
 OF_ACCELERATE: Final = DoorWords(
     in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
@@ -56,6 +59,7 @@ OF_ACCELERATE: Final = DoorWords(
     on_one_saves="`if accelerator.is_main_process: accelerator.save_state()`",
     tell="`accelerator.log` or `accelerator.print`",
     clip="`accelerator.clip_grad_norm_`",
+    average='`accelerator.reduce(value, "mean")`',
 )
 OF_SAGEMAKER: Final = DoorWords(
     in_hook="in a function with `@smp.step`",
@@ -66,6 +70,7 @@ OF_SAGEMAKER: Final = DoorWords(
     on_one_saves="`if smp.rank() == 0: smp.save_checkpoint(...)`",
     tell="`StepOutput.reduce_mean()` outside of the step",
     clip="`optimizer.clip_master_grads`",
+    average="`torch.distributed.all_reduce(value)`",
 )
 _OF_BOTH: Final = DoorWords(
     in_hook="in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
@@ -76,6 +81,7 @@ _OF_BOTH: Final = DoorWords(
     on_one_saves=f"{OF_LIGHTNING.on_one_saves} or {OF_ACCELERATE.on_one_saves}",
     tell=f"{OF_LIGHTNING.tell}, or {OF_ACCELERATE.tell}",
     clip="`gradient_clip_val`, or `accelerator.clip_grad_norm_`",
+    average=f"{OF_LIGHTNING.average}, or {OF_ACCELERATE.average}",
 )
 
 _WORDS: Final[WeakKeyDictionary[dist.ProcessGroup, DoorWords]] = WeakKeyDictionary()

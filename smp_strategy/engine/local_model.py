@@ -37,6 +37,7 @@ from smp_strategy.engine.broken_updates import BrokenUpdates
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
+from smp_strategy.engine.optimizer_settings import ComparedSettings
 from smp_strategy.engine.sharded_parameters import shard_parameters
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
@@ -128,6 +129,7 @@ class LocalModel:
         self._tried: dict[Optimizer, list[int]] = {}
         self._updating: Optimizer | None = None
         self._broken = BrokenUpdates()
+        self._settings = ComparedSettings()
         self.reduction = Reduction(
             ownership,
             mesh,
@@ -260,6 +262,7 @@ class LocalModel:
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
             self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
+        self._settings.begin(optimizer)
         self._state.begin_update(optimizer)
         self._wide.begin_update(parameters)
         if self.sharded is not None:
@@ -282,9 +285,10 @@ class LocalModel:
         return self._broken.has_part
 
     def compare_updates(self) -> None:
-        """End a broken update, and refuse weights of two steps; see :meth:`BrokenUpdates.compare`."""
+        """End a broken update, and refuse weights that ranks have updated differently. Collective."""
         self.end_broken_update()
         self._broken.compare()
+        self._settings.check()
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
@@ -311,6 +315,7 @@ class LocalModel:
 
     def restore(self, where: RestoreModule) -> None:
         """Restore the full module on the ranks ``where``. Collective."""
+        self.compare_updates()
         self.settle()
         if where == "all":
             self._wide.end()
