@@ -24,7 +24,7 @@ __all__ = ["ComparedSettings"]
 Settings = Sequence[Mapping[str, object]]
 """By parameter group."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class _Comparison(NamedTuple):
@@ -69,18 +69,18 @@ class ComparedSettings:
 
 def _settings_of(optimizer: Optimizer) -> Settings:
     return [
-        {name: known for name, value in group.items() if (known := _known(value)) is not ...}
+        {name: value if type(value) in _PLAIN else _known(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
 
 
 def _known(value: Any) -> object:
-    """A setting as a plain value; ``...`` if it is none, or if it would have to be fetched from a device."""
+    """A setting as plain values; ``None`` if it is an object, or if it would have to be fetched from a device."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
         return value.item()
     if isinstance(value, tuple | list):
-        return tuple(map(_known, value))
-    return value if isinstance(value, _PLAIN) else ...
+        return tuple(each if type(each) in _PLAIN else _known(each) for each in value)
+    return None
 
 
 def _difference(everyones: Sequence[Settings]) -> str:

@@ -333,3 +333,37 @@ def test_unprepared_optimizers_that_nobody_follows_are_refused():
 
 def test_all_ranks_switch_together():
     on_ranks(on_one_rank, 2)
+
+
+def plateau(smp, averages):
+    """Learning rates of each epoch, by a scheduler that looks at the validation loss of this process's samples."""
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    rates = []
+    for losses in ((4.0, 4.0), (3.0, 4.5), (2.9, 4.4), (2.95, 4.6)):  # falls on one replica before it does on the other
+        for batch in batches():
+            accelerator.backward(loss_inside(model, mine(accelerator, batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = torch.tensor(losses[accelerator.process_index])
+        scheduler.step(accelerator.reduce(loss, "mean") if averages else loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.end_training()
+    return rates
+
+
+def error_of_plateau(smp):
+    with pytest.raises(SMPError) as caught:
+        plateau(smp, False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("smp", [{"microbatches": 2}, SDP2], ids=["dp2", "sdp2"])
+def test_a_scheduler_that_looks_at_samples_of_one_process_is_refused(smp):
+    alone = {"pipeline_parallel_degree": 1, **smp}
+    for error in on_ranks(error_of_plateau, 2, alone):
+        assert "`lr` of parameter group 0 is 0.5 on rank 0, 0.25 on rank 1" in error
+        assert 'average the value over all ranks before (`accelerator.reduce(value, "mean")`)' in error
+    assert on_ranks(plateau, 2, alone, True) == [[0.5, 0.5, 0.5, 0.25]] * 2
