@@ -50,7 +50,7 @@ class ComparedSettings:
         digest = zlib.crc32(repr(settings).encode())
         extremes = torch.tensor([digest, -digest], device="cpu")
         doing = "the settings of optimizers"
-        handle = collectives.reduce_numbers(extremes, dist.ReduceOp.MAX, group=None, doing=doing)
+        handle = collectives.all_reduce(extremes, dist.ReduceOp.MAX, group=None, doing=doing)
         self._under_way = _Comparison(settings, extremes, handle)
 
     def check(self) -> None:
