@@ -218,3 +218,45 @@ def test_an_optimizer_that_evaluates_several_times_is_refused(optimizer, tmp_pat
     messages = {text for text in on_ranks(error_of, 2, tmp_path, {"configure_optimizers": optimizer}, smp) if text}
     assert len(messages) == 1, messages
     assert re.search("evaluates the loss several times per step", messages.pop())
+
+
+# Schedulers
+
+
+def reduced_at_a_plateau(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
+
+
+def rates_at_a_plateau(folder, smp, is_averaged):
+    """Learning rates at the ends of epochs in which the loss falls on one replica and rises on the other."""
+
+    def validate(self, batch, batch_idx):
+        value = (1.0 - 0.2 * self.current_epoch) if self.trainer.global_rank == 0 else 1.0 + 0.1 * self.current_epoch
+        self.log("own", torch.tensor(value), sync_dist=is_averaged)
+
+    rates = []
+    overrides = {
+        "configure_optimizers": reduced_at_a_plateau,
+        "validation_step": validate,
+        "on_validation_epoch_end": lambda self: rates.append(self.optimizers().param_groups[0]["lr"]),
+    }
+    module, trainer = toy_module(**overrides), toy_trainer(folder, smp=smp, max_epochs=4, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(toy_data(), batch_size=BATCH), DataLoader(toy_data(), batch_size=BATCH))
+    return rates
+
+
+def error_at_a_plateau(folder, smp):
+    with pytest.raises(SMPError) as caught:
+        rates_at_a_plateau(folder, smp, is_averaged=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_scheduler_that_looks_at_samples_of_one_replica_is_refused(shards, tmp_path):
+    smp = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": shards}
+    for error in on_ranks(error_at_a_plateau, 2, tmp_path, smp):
+        assert "`lr` of parameter group 0 is 0.4 on rank 0, 0.2 on rank 1" in error
+        assert "average the value over all ranks before (`self.log(..., sync_dist=True)`)" in error
+    assert on_ranks(rates_at_a_plateau, 2, tmp_path, smp, is_averaged=True) == [[0.4] * 4] * 2
