@@ -7,7 +7,8 @@ would notice.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from numbers import Real
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ __all__ = ["ComparedSettings"]
 Settings = Sequence[Mapping[str, object]]
 """By parameter group."""
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+_PLAIN: Final = frozenset((bool, int, float, str, type(None)))
+_PARAMETERS: Final = frozenset(("params", "param_names"))
 
 
 class _Comparison(NamedTuple):
@@ -69,17 +71,21 @@ class ComparedSettings:
 
 def _settings_of(optimizer: Optimizer) -> Settings:
     return [
-        {name: value if type(value) in _PLAIN else _known(value) for name, value in group.items() if name != "params"}
+        {name: _known(value) for name, value in group.items() if name not in _PARAMETERS}
         for group in optimizer.param_groups
     ]
 
 
 def _known(value: Any) -> object:
     """A setting as plain values; ``None`` if it is an object, or if it would have to be fetched from a device."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Real):  # of numpy, perhaps
+        return float(value)
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
         return value.item()
     if isinstance(value, tuple | list):
-        return tuple(each if type(each) in _PLAIN else _known(each) for each in value)
+        return tuple(map(_known, value))
     return None
 
 

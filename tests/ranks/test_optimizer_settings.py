@@ -1,5 +1,6 @@
 """Settings of optimizers that ranks have set apart are refused: on all ranks, before the next step, update or save."""
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD
@@ -74,6 +75,12 @@ def test_other_learning_rates_on_some_ranks_are_refused_by_the_next_step(layout)
     for error in run_ranks(error_after, setting.ranks, setting, "lr", values, "step"):
         assert "`lr` of parameter group 1 is 0.10000000149011612 on rank 0, 0.05000000074505806 on rank 1" in error
         assert "average the value over all ranks before (`self.log(..., sync_dist=True)`, or `accelerator.re" in error
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, bool])
+def test_settings_of_all_kinds_are_compared(kind):
+    for error in run_ranks(error_after, 2, LAYOUTS["dp2"], "momentum", (kind(1), kind(0)), "step"):
+        assert "`momentum` of parameter group 1 is " in error
 
 
 @pytest.mark.parametrize("following", ["validation", "update", "save", "save of shares", "end"])
