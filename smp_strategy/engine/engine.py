@@ -349,7 +349,7 @@ class Engine:
         microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
         step = self._in_precision(step)
         if self._parts.local_model is not None:
-            self._parts.local_model.compare_updates()
+            self._parts.local_model.refuse_broken_update()
         self._prepare(kind, step, microbatches, loss_of)
         return step, microbatches, sizes
 

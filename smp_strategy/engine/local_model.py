@@ -284,10 +284,14 @@ class LocalModel:
             self.end_update(self._updating)
         return self._broken.has_part
 
-    def compare_updates(self) -> None:
-        """End a broken update, and refuse weights that ranks have updated differently. Collective."""
+    def refuse_broken_update(self) -> None:
+        """Before a step: end a broken update, and refuse weights of which only some ranks have updated theirs."""
         self.end_broken_update()
         self._broken.compare()
+
+    def compare_updates(self) -> None:
+        """Before values leave the ranks: refuse weights that ranks have updated differently. Collective."""
+        self.refuse_broken_update()
         self._settings.check()
 
     @contextmanager

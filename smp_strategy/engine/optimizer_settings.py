@@ -44,7 +44,10 @@ class ComparedSettings:
         self._under_way: _Comparison | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Begin to compare, at the beginning of an update; the result arrives meanwhile. Collective."""
+        """Begin to compare, at the beginning of an update. Collective.
+
+        The result is looked at before the next update. Until then stages may be in different steps.
+        """
         self.check()
         if dist.get_world_size() == 1:
             return
@@ -56,7 +59,7 @@ class ComparedSettings:
         self._under_way = _Comparison(settings, extremes, handle)
 
     def check(self) -> None:
-        """Wait for the result, if there is one to come; before the next step, update or save. Collective.
+        """Wait for the result, if there is one to come; before the next update or save. Collective.
 
         Raises:
             SMPError: Settings differ, on all ranks.
@@ -82,7 +85,7 @@ def _known(value: Any) -> object:
         return value
     if isinstance(value, Real):  # of numpy, perhaps
         return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+    if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":  # no parameter
         return value.item()
     if isinstance(value, tuple | list):
         return tuple(map(_known, value))
