@@ -136,8 +136,16 @@ class SMPTrainer(Trainer):
 
     # Saving. The Trainer calls these methods on all ranks.
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save on all processes; earlier releases (5.17) call :meth:`_save` on the first one only. Collective."""
+        self._has_saved = False
+        super().save_model(output_dir, _internal_call)
+        if not self._has_saved:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model: all processes write files of weights, the first one all others. Collective."""
+        self._has_saved = True
         if state_dict is None and self._saves_together():
             if self.args.should_save:
                 super()._save(output_dir)  # calls `save_pretrained`
@@ -147,7 +155,8 @@ class SMPTrainer(Trainer):
             return
         if state_dict is None:
             state_dict = self.accelerator.get_written_state_dict(self.model)
-        super()._save(output_dir, state_dict=state_dict)
+        if self.args.should_save:
+            super()._save(output_dir, state_dict=state_dict)
 
     def _saves_together(self) -> bool:
         """Whether ``save_pretrained`` of the model takes all processes."""
