@@ -7,9 +7,7 @@ from torch.optim import SGD
 
 from smp_strategy.errors import SMPError
 from smp_strategy.testing import run_ranks
-from tests.parity.models import Text as Model
-from tests.parity.models import batch_for
-from tests.ranks.test_tensor_parallel_engine import Setting, engine_for
+from tests.ranks.test_tensor_parallel_engine import Setting, Text, engine_for, train
 
 SHARDED = ("sharded_data_parallel_degree", 2)
 LAYOUTS = {
@@ -23,36 +21,26 @@ LAYOUTS = {
 
 def built():
     torch.manual_seed(0)
-    model = Model()
+    model = Text()
     blocks = list(model.blocks.parameters())
     others = [each for each in model.parameters() if all(each is not known for known in blocks)]
     rate = torch.tensor(0.1)  # some schedulers fill tensors
     return model, SGD([{"params": others}, {"params": blocks, "lr": rate, "betas": (0.5, 0.5)}], 0.1, momentum=0.5)
 
 
-def update(setting, engine, model, optimizer):
-    batch = batch_for("text", engine.mesh.dp_rank if setting.dp > 1 else 0, 4)
-    result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss)
-    optimizer.zero_grad()
-    result.commit(torch.ones(()), reduce=True)
-    engine.begin_update(optimizer)
-    optimizer.step()
-    engine.end_update(optimizer)
-
-
 def error_after(setting, name, values, following):
     """Error of an action that follows an update before which each rank has set ``name`` to one of ``values``."""
     model, optimizer = built()
     engine = engine_for(setting, model, optimizer)
-    update(setting, engine, model, optimizer)
+    train(engine, model, optimizer, range(1), None)
     value = values[engine.mesh.rank % 2]
     if isinstance(value, torch.Tensor):
         optimizer.param_groups[1][name].copy_(value)
     else:
         optimizer.param_groups[1][name] = value
-    update(setting, engine, model, optimizer)
+    train(engine, model, optimizer, range(1), None)
     actions = {
-        "step": lambda: update(setting, engine, model, optimizer),
+        "step": lambda: train(engine, model, optimizer, range(1), None),
         "update": lambda: engine.begin_update(optimizer),
         "save": engine.saved.full_state_dict,
         "save of shares": lambda: engine.saved.held_state([optimizer]),
@@ -76,10 +64,10 @@ def test_other_learning_rates_on_some_ranks_are_refused_by_the_next_step(layout)
         assert "average the value over all ranks before (`self.log(..., sync_dist=True)`, or `accelerator.re" in error
 
 
-@pytest.mark.parametrize("kind", [np.float64, np.float32, bool])
-def test_settings_of_all_kinds_are_compared(kind):
+@pytest.mark.parametrize(("kind", "shown"), [(np.float64, "1.0"), (np.float32, "1.0"), (bool, "True")])
+def test_settings_of_all_kinds_are_compared(kind, shown):
     for error in run_ranks(error_after, 2, LAYOUTS["dp2"], "momentum", (kind(1), kind(0)), "step"):
-        assert "`momentum` of parameter group 1 is " in error
+        assert f"`momentum` of parameter group 1 is {shown} on rank 0" in error
 
 
 @pytest.mark.parametrize("following", ["update", "save", "save of shares", "end"])

@@ -137,15 +137,14 @@ class SMPTrainer(Trainer):
     # Saving. The Trainer calls these methods on all ranks.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save on all processes; earlier releases (5.17) call :meth:`_save` on the first one only. Collective."""
-        self._has_saved = False
-        super().save_model(output_dir, _internal_call)
-        if not self._has_saved:
-            self._save(output_dir)
+        """Save on all processes. Collective."""
+        # Not by the Trainer's own method: in Transformers 5.17 it calls `_save` on the first process only.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model: all processes write files of weights, the first one all others. Collective."""
-        self._has_saved = True
         if state_dict is None and self._saves_together():
             if self.args.should_save:
                 super()._save(output_dir)  # calls `save_pretrained`

