@@ -11,16 +11,11 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes that import the package: they compile it once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two processes share the tests, a folder at a time, those that take longest first.
+# One queue for all tests. Three workers share two cores, because tests wait for messages, deadlines and launchers.
 SHELL := bash -o pipefail
-longest := integrations ranks examples parity unit
-others := $(filter-out __pycache__ programs simulated $(longest),$(notdir $(patsubst %/,%,$(wildcard tests/*/))))
-tests := $(addprefix test-,$(longest) $(others))
+pytest := $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/programs
 
-# Of grids of cases, as many as tests/grids.py says.
-cases := --sparse
-
-.PHONY: help setup train test test-all test-programs lint format picture $(tests)
+.PHONY: help setup train test test-all test-programs lint format picture
 
 help:
 	@sed -n 1,2p Makefile
@@ -35,14 +30,12 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/python examples/train.py
 
+# The cases of a day (tests/grids.py).
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(tests)
+	$(pytest) --sparse
 
 test-all: lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(tests) cases=
-
-$(tests): test-%: setup
-	$(BIN)/python -m pytest $(cases) tests/$* 2>&1 | sed -u "s/^/$@: /"
+	$(pytest)
 
 # Libraries that users bring along. They have packages that would change what other tests see.
 test-programs: .venv-programs/.installed

@@ -1,6 +1,7 @@
 """One OpenMP thread before anything computes: forked ranks hang otherwise (and share two cores).
 
-With ``--sparse`` grids of cases are thinned out, see :mod:`tests.grids`.
+With ``--sparse`` grids of cases are thinned out, see :mod:`tests.grids`. A process is warm before it forks ranks, see
+:mod:`tests.warm`.
 """
 
 import os
@@ -10,46 +11,77 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pool!", now and then).
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.grids import MOST, enough, spaced
+from tests.grids import MOST, of_today, today
+from tests.warm import warm_up
 
 torch.set_num_threads(1)
 # Examples take long on a machine that does other work.
 settings.register_profile("suite", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
+# In this order: what takes longest begins first. The others take milliseconds each and fill the gaps.
+FORKING = ("examples", "integrations", "ranks", "parity")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sparse", action="store_true", help="of grids, run as many cases as tests/grids.py says")
+    parser.addoption("--sparse", action="store_true", help="of grids, run the cases of a day, see tests/grids.py")
+    parser.addoption("--day", type=int, help="run the cases of this day, not of today")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "one_in(n): of a table, every n-th case is enough for `--sparse` in any folder")
+    config.addinivalue_line("markers", "one_in(n): of a table, every n-th case is enough for a day, in any folder")
+    if config.option.day is None:  # workers get the options of the process that starts them
+        config.option.day = today()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"cases of grids: --sparse --day {config.option.day}" if config.option.sparse else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if folder_of(item) in FORKING:
+        warm_up()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections.append(("This test alone", f".venv/bin/python -m pytest '{item.nodeid}'"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--sparse"):
+    order = {folder: number for number, folder in enumerate(FORKING)}
+    items.sort(key=lambda item: order.get(folder_of(item), len(order)))
+    if not config.option.sparse:
         return
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {id(item) for cases in tests.values() for item in sparse(cases)}
+    kept = {
+        id(item) for number, cases in enumerate(tests.values()) for item in sparse(cases, config.option.day + number)
+    }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
 
-def sparse(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Those of the ``cases`` of a test that are run."""
+def folder_of(item: pytest.Item) -> str:
+    """Name of the folder in tests/ that ``item`` is in."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+def sparse(cases: list[pytest.Item], start: int) -> list[pytest.Item]:
+    """Those of the ``cases`` of a test that run, see :func:`tests.grids.of_today`."""
+    most = MOST.get(folder_of(cases[0]), len(cases))
     if mark := cases[0].get_closest_marker("one_in"):
-        return cases[:: mark.args[0]]
-    most = MOST.get(cases[0].nodeid.split("/")[1])
-    if most is None:
-        return cases
-    # The names of the values, one for each `parametrize`: pytest tells nowhere else which values came together.
-    values = [dict(enumerate(call._idlist)) if (call := getattr(case, "callspec", None)) else {} for case in cases]
-    if len(values[0]) > 1:
-        cases = [cases[number] for number in enough(values)]
-    return [cases[number] for number in spaced(len(cases), most)]
+        most = -(-len(cases) // mark.args[0])
+    return [cases[number] for number in of_today(len(cases), most, start)]

@@ -1,40 +1,33 @@
-"""Which cases of a grid are enough for every day.
+"""Which cases of a grid run today.
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
-with others. ``pytest --sparse`` (that is ``make test``) chooses so few that each value of each parameter occurs,
-together with values that have not occurred yet as far as possible. If more than ``MOST`` remain, it runs that many at
-equal distances. ``make test-all`` runs all of them.
+with others. ``pytest --sparse`` (that is ``make test``) runs ``MOST`` cases of each test in the folders below, as a
+Latin square does: neighbouring tests take neighbouring cases, and the next day each takes the next one. So each run
+has every layout with some tests of every file, and every case has run after a few days. ``--day`` repeats the choice of
+another day, ``make test-all`` runs all cases.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from datetime import date
 
-__all__ = ["MOST", "enough", "spaced"]
+__all__ = ["MOST", "of_today", "today"]
 
-# By the folder of a test, how many of its cases are enough for every day. Those of other folders take milliseconds.
-MOST = {"parity": 2, "ranks": 2, "integrations": 2, "examples": 2}
+# By the folder of a test, how many of its cases run in a day. Those of other folders take milliseconds.
+MOST = {"parity": 1, "ranks": 1, "integrations": 1, "examples": 1}
 
 
-def enough(cases: Sequence[dict[Any, Any]]) -> list[int]:
-    """The numbers of the cases to run, in ascending order.
+def today() -> int:
+    """The number of this day."""
+    return date.today().toordinal()
+
+
+def of_today(count: int, most: int, start: int) -> list[int]:
+    """The numbers of the at most ``most`` cases, out of ``count``, that run today, at equal distances, in order.
 
     Args:
-        cases: for each case a value (its number, say) of each parameter.
+        count: number of cases of the test.
+        most: number of cases to run.
+        start: number of the day and of the test together; each number moves the choice on by one case.
     """
-    missing = {item for case in cases for item in case.items()}
-    used: Counter[Any] = Counter()
-    chosen: list[int] = []
-    while missing:
-        # Values that have occurred less go first: nearly all cases with two stages would be a poor choice.
-        worth = [(len(missing.intersection(case.items())), -sum(used[item] for item in case.items())) for case in cases]
-        best = worth.index(max(worth))
-        chosen.append(best)
-        missing -= cases[best].items()
-        used.update(cases[best].items())
-    return sorted(chosen)
-
-
-def spaced(count: int, most: int) -> list[int]:
-    """The numbers of at most ``most`` out of ``count`` cases, at equal distances, the first among them."""
-    return list(range(count)) if count <= most else [number * count // most for number in range(most)]
+    if count <= most:
+        return list(range(count))
+    return sorted((start + number * count // most) % count for number in range(most))

@@ -141,7 +141,10 @@ def squared(outputs, labels, num_items_in_batch=None):
     return loss / num_items_in_batch
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": squared}], ids=str)
+OUTSIDE = {"label smoothing": {"label_smoothing_factor": 0.1}, "a function": {"compute_loss_func": squared}}
+
+
+@pytest.mark.parametrize("options", OUTSIDE.values(), ids=OUTSIDE)
 def test_losses_outside_of_the_model(options, tmp_path):
     expected = alone(train, tmp_path, optim="sgd", **options)
     found, _ = on_ranks(train, 2, tmp_path, PP2, optim="sgd", **options)
