@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.grids import MOST, of_today, today
+from tests.grids import runs_today, today
 from tests.warm import warm_up
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "one_in(n): of a table, every n-th case is enough for a day, in any folder")
+    config.addinivalue_line("markers", "one_in(n): one of n cases runs in a day, see tests/grids.py")
     if config.option.day is None:  # workers get the options of the process that starts them
         config.option.day = today()
 
@@ -80,8 +80,7 @@ def folder_of(item: pytest.Item) -> str:
 
 
 def sparse(cases: list[pytest.Item], start: int) -> list[pytest.Item]:
-    """Those of the ``cases`` of a test that run, see :func:`tests.grids.of_today`."""
-    most = MOST.get(folder_of(cases[0]), len(cases))
-    if mark := cases[0].get_closest_marker("one_in"):
-        most = -(-len(cases) // mark.args[0])
-    return [cases[number] for number in of_today(len(cases), most, start)]
+    """Those of the ``cases`` of a test that run, see :mod:`tests.grids`."""
+    mark = cases[0].get_closest_marker("one_in")
+    every = mark.args[0] if mark else len(cases) if folder_of(cases[0]) in FORKING else 1
+    return [case for number, case in enumerate(cases) if runs_today(number, every, start)]

@@ -1,18 +1,17 @@
-"""Which cases of a grid run today.
+"""Which cases of a test run today.
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
-with others. ``pytest --sparse`` (that is ``make test``) runs ``MOST`` cases of each test in the folders below, as a
-Latin square does: neighbouring tests take neighbouring cases, and the next day each takes the next one. So each run
-has every layout with some tests of every file, and every case has run after a few days. ``--day`` repeats the choice of
-another day, ``make test-all`` runs all cases.
+with others. ``pytest --sparse`` (that is ``make test``) runs every n-th case of a test, as a Latin square does: the
+next test begins with the next case, and so does the next day. So a run has every layout with some tests of each file,
+and every case has run after n days. In the folders whose tests start ranks n is the number of the test's cases, so one
+runs. ``@pytest.mark.one_in(n)`` says another number; a test without parameters runs every n-th day then.
+
+``--day`` repeats the choice of another day, ``make test-all`` runs all cases.
 """
 
 from datetime import date
 
-__all__ = ["MOST", "of_today", "today"]
-
-# By the folder of a test, how many of its cases run in a day. Those of other folders take milliseconds.
-MOST = {"parity": 1, "ranks": 1, "integrations": 1, "examples": 1}
+__all__ = ["runs_today", "today"]
 
 
 def today() -> int:
@@ -20,14 +19,12 @@ def today() -> int:
     return date.today().toordinal()
 
 
-def of_today(count: int, most: int, start: int) -> list[int]:
-    """The numbers of the at most ``most`` cases, out of ``count``, that run today, at equal distances, in order.
+def runs_today(case: int, every: int, start: int) -> bool:
+    """Whether a case runs.
 
     Args:
-        count: number of cases of the test.
-        most: number of cases to run.
-        start: number of the day and of the test together; each number moves the choice on by one case.
+        case: number of the case in its test.
+        every: one of so many cases in a row runs.
+        start: number of the day plus that of the test.
     """
-    if count <= most:
-        return list(range(count))
-    return sorted((start + number * count // most) % count for number in range(most))
+    return (start + case) % every == 0

@@ -105,7 +105,6 @@ def assert_same(found, expected):
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_choice_has_the_bits_of_everything_kept_within_the_limit(layout, tmp_path):
     ranks, smp = LAYOUTS[layout]

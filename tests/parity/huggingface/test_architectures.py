@@ -34,7 +34,7 @@ def selected(request: pytest.FixtureRequest) -> list[Architecture]:
     return [call.params["architecture"] for call in calls if call is not None]
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_a_step_of_two_stages_is_a_step_of_one_process(architecture, comparisons, request):
     if str(architecture) not in comparisons:
