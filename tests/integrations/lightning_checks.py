@@ -131,12 +131,10 @@ def run_after_run(folder, smp):
     return tested, torch.cat(predicted)
 
 
-def assert_goes_on(folder, ranks, smp):
-    """A run goes on with what another has left, wherever that has left the module."""
-    found = [
-        on_ranks(run_after_run, ranks, folder / where, {**smp, "restore_module": where})[0]
-        for where in ("all", "rank_zero", "none")
-    ]
-    for tested, predicted in found[1:]:
-        assert tested == found[0][0]
-        assert torch.equal(predicted, found[0][1])
+def assert_goes_on(folder, ranks, smp, where):
+    """A run goes on with what another has left, ``where`` that has left the module or on all ranks."""
+    (tested, predicted), expected = (
+        on_ranks(run_after_run, ranks, folder / each, {**smp, "restore_module": each})[0] for each in (where, "all")
+    )
+    assert tested == expected[0]
+    assert torch.equal(predicted, expected[1])

@@ -1,4 +1,4 @@
-"""Twenty steps of the examples' LightningModules: the weights of Lightning's plain strategy, bit for bit.
+"""Eight steps of the examples' LightningModules: the weights of Lightning's plain strategy, bit for bit.
 
 The modules are those of ``examples/``, untouched. The reference is the single-device strategy that accumulates over
 the same microbatches; clipping by the global norm is on.
@@ -16,7 +16,7 @@ from hf_gpt2 import LanguageModel as HuggingFaceModel
 from optimization import Recipe
 from vision import DigitsData, ImageClassifier
 
-STEPS, BATCH, MICROBATCHES = 20, 16, 8
+STEPS, BATCH, MICROBATCHES = 8, 16, 4
 
 
 def byte_model(*, tied=False):
@@ -71,7 +71,7 @@ def train(folder, name, make, smp, window=1, steps=STEPS):
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_twenty_steps_give_identical_weights(name, pp, tmp_path):
+def test_steps_give_identical_weights(name, pp, tmp_path):
     with quiet():
         expected = train(tmp_path / "one", name, MODELS[name], None)
     smp = {"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES}
@@ -81,7 +81,7 @@ def test_twenty_steps_give_identical_weights(name, pp, tmp_path):
         assert torch.equal(found[key], value), key
 
 
-# Ten steps of three batches go on into a second epoch: the last step of the first has two.
+# Four steps of three batches go on into a second epoch: the last step of the first has two.
 @pytest.mark.parametrize(("pp", "window"), [(2, 3), (4, 2)])
 def test_accumulated_batches_give_identical_weights(pp, window, tmp_path):
     with quiet():

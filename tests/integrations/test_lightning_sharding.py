@@ -45,6 +45,7 @@ def test_averages_of_weights_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(layout, tmp_path):
+@pytest.mark.parametrize("where", ["rank_zero", "none"])
+def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(where, layout, tmp_path):
     ranks, smp = LAYOUTS[layout]
-    assert_goes_on(tmp_path, ranks, smp)
+    assert_goes_on(tmp_path, ranks, smp, where)

@@ -131,6 +131,7 @@ def train_counting_parts(options: dict[str, Any]) -> Any:
     return state, len(parts)
 
 
+@pytest.mark.one_in(3)
 def test_compiled_units_train_alike() -> None:
     options = {"pipeline_parallel_degree": 1, "compile": True}
     expected = run_ranks(train_compiled, 1, options)[0][0]

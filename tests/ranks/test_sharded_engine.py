@@ -100,34 +100,37 @@ def test_replicas_that_deal_out_their_shards_have_the_weights_and_state_of_one_p
     assert max(kept) < 0.6 * max(plain)
 
 
+GATHERS = {
+    "use": {"sdp_gather": "use"},
+    "step": {"sdp_gather": "step"},
+    "few live": {"sdp_gather": "use", "sdp_max_live_parameters": 20_000},
+    "persistent": {"sdp_param_persistence_threshold": 1000},
+    "small buckets": {"sdp_reduce_bucket_size": 999},
+}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("name", ["gpt2", "text", "skips"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_when_units_are_gathered_does_not_change_a_bit(name, pp):
+def test_when_units_are_gathered_does_not_change_a_bit(name, pp, gather):
     options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": 2}
-    others = [
-        {"sdp_gather": "use"},
-        {"sdp_gather": "step"},
-        {"sdp_gather": "use", "sdp_max_live_parameters": 20_000},
-        {"sdp_param_persistence_threshold": 1000},
-        {"sdp_reduce_bucket_size": 999},
-    ]
-    [expected] = [run_ranks(rank, 2 * pp, name, "foreach", options)[0]]
-    for other in others:
-        if name == "skips" and pp > 1 and "use" in other.values():
-            with pytest.raises(RuntimeError, match="`__bool__` reads a value in a step. With `sdp_gather=use` ranks"):
-                run_ranks(rank, 2 * pp, name, "foreach", {**options, **other})
-            continue
-        found = run_ranks(rank, 2 * pp, name, "foreach", {**options, **other})[0]
-        assert_equal(found[0], expected[0])
-        assert_equal(found[1], expected[1])
+    other = {**options, **GATHERS[gather]}
+    if name == "skips" and pp > 1 and "use" in other.values():
+        with pytest.raises(RuntimeError, match="`__bool__` reads a value in a step. With `sdp_gather=use` ranks"):
+            run_ranks(rank, 2 * pp, name, "foreach", other)
+        return
+    expected, found = (run_ranks(rank, 2 * pp, name, "foreach", each)[0] for each in (options, other))
+    assert_equal(found[0], expected[0])
+    assert_equal(found[1], expected[1])
 
 
 def test_gradients_are_clipped_by_their_true_norm():
     options = {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2, "microbatches": 1}
     weights, _, norms = one_process("gpt2", OPTIMIZERS["momentum"], 2, 1, 0.5)
-    for found in run_ranks(rank, 4, "gpt2", "momentum", options, 0.5):
+    ranks = run_ranks(rank, 4, "gpt2", "momentum", options, 0.5)
+    for found in ranks:
         assert found[2] == pytest.approx(norms, rel=1e-6)
-    assert_equal(run_ranks(rank, 4, "gpt2", "momentum", options, 0.5)[0][0], weights, tolerance=1e-6)
+    assert_equal(ranks[0][0], weights, tolerance=1e-6)
     dealt_out = {**options, "pipeline_parallel_degree": 1, "shard_optimizer_state": True}
     weights_of_four, _, norms_of_four = one_process("gpt2", OPTIMIZERS["momentum"], 4, 1, 0.5, together=2)
     for found in run_ranks(rank, 4, "gpt2", "momentum", dealt_out, 0.5):

@@ -104,6 +104,7 @@ def test_dtypes_autocast_checkpoints_and_frozen_weights_change_nothing(ranks: in
     run_ranks(usages, ranks)
 
 
+@pytest.mark.one_in(3)
 def test_a_compiled_block_calls_its_split_layers() -> None:
     run_ranks(partial(run_both, compiled, 1e-5), 2)
 

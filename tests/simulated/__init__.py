@@ -34,6 +34,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 __all__ = ["build", "join", "lag", "load", "run_clean"]
 
@@ -55,24 +56,18 @@ def build() -> Path:
     if found.exists():
         return found
     BUILT.mkdir(parents=True, exist_ok=True)
-    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    flags = ["-std=c++20", "-O1", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", *(f"-I{folder}" for folder in folders)]
-    under_way = BUILT / f"{os.getpid()}"
-    objects = [Path(f"{under_way}-{source.stem}.o") for source in sources if source.suffix == ".cpp"]
-    try:
-        compiles = [
-            subprocess.Popen([compiler, *flags, "-c", SOURCES / f"{made.stem.split('-')[1]}.cpp", "-o", made])
-            for made in objects
-        ]
-        assert [each.wait() for each in compiles] == [0] * len(compiles)
-        libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
-        needed = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-        linked = under_way.with_suffix(".so")
-        subprocess.run([compiler, "-shared", *objects, *libraries, *needed, "-o", linked], check=True)
-        linked.replace(found)
-    finally:
-        for each in objects:
-            each.unlink(missing_ok=True)
+    # Workers of pytest want it at the same time.
+    with FileLock(f"{found}.lock"):
+        if not found.exists():
+            folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+            flags = ["-std=c++20", "-O1", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", *(f"-I{each}" for each in folders)]
+            # One translation unit: PyTorch's headers are most of the work.
+            files = ["-include", SOURCES / "accelerator.cpp", SOURCES / "collectives.cpp"]
+            libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+            needed = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+            made = found.with_suffix(".tmp")
+            subprocess.run([compiler, *flags, "-shared", *files, *libraries, *needed, "-o", made], check=True)
+            made.replace(found)
     return found
 
 
