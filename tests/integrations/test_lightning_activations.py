@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning_toy import on_ranks
 from test_lightning_manual import fit as fit_manually
-from test_lightning_parity import MODELS, train
+from test_lightning_parity import MICROBATCHES, MODELS, train
 from transformers import GPT2Config
 
 from hf_gpt2 import LanguageModel
@@ -61,32 +61,26 @@ def gpt2_with_dropout():
     return Watched(config, Recipe(lr=1e-2, warmup_steps=5, weight_decay=0.1))
 
 
-def train_each_way(folder, smp):
-    return {
-        way: train(folder / way, "GPT-2", gpt2_with_dropout, smp | options, steps=4) for way, options in WAYS.items()
-    }
-
-
 def assert_same(found, expected, way=None):
     assert list(found) == list(expected), way
     for key, value in expected.items():
         assert torch.equal(found[key], value), (way, key)
 
 
-def test_a_run_with_dropout_has_the_weights_of_everything_kept_on_one_rank(tmp_path):
-    smp = {"microbatches": 4, "pipeline": "simple"}
-    expected = None
-    for pp in (1, 2):
-        found = on_ranks(train_each_way, pp, tmp_path / f"pp{pp}", smp | {"pipeline_parallel_degree": pp})[0]
-        expected = expected or found["kept"]
-        for way, weights in found.items():
-            assert_same(weights, expected, (way, pp))
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_with_dropout_has_the_weights_of_everything_kept_on_one_rank(way, pp, tmp_path):
+    def run(ranks, options):
+        smp = {"microbatches": 4, "pipeline": "simple", "pipeline_parallel_degree": ranks, **options}
+        return on_ranks(train, ranks, tmp_path / str(ranks), "GPT-2", gpt2_with_dropout, smp, steps=4)[0]
+
+    assert_same(run(pp, WAYS[way]), run(1, WAYS["kept"]))
 
 
 @pytest.mark.parametrize("way", ["contiguous", "on the host"])
 def test_a_run_in_stages_has_the_weights_of_plain_lightning(way, tmp_path):
     expected = on_ranks(train, 1, tmp_path / "one", "byte-level GPT", MODELS["byte-level GPT"], None)[0]
-    smp = {"pipeline_parallel_degree": 2, "microbatches": 8, **WAYS[way]}
+    smp = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, **WAYS[way]}
     assert_same(on_ranks(train, 2, tmp_path / "smp", "byte-level GPT", MODELS["byte-level GPT"], smp)[0], expected)
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lightning_toy import error_of, on_ranks, quiet, shared_loader, toy_module, toy_trainer
+from lightning_toy import error_of, on_ranks, shared_loader, toy_module, toy_trainer
 from torch import nn
 
 import smp_strategy
@@ -69,16 +69,14 @@ def train(folder, smp, extra, is_whole=True):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("extra", [penalty, derivatives, slopes_only])
-def test_gradients_in_the_step_are_those_of_one_process(tmp_path, extra):
-    with quiet():
-        (expected,) = on_ranks(train, 1, tmp_path, None, extra)
-    layouts = ONE_STAGE if extra is derivatives else {**ONE_STAGE, "pp2": PP2}
-    for layout, smp in layouts.items():
-        for found in on_ranks(train, 2, tmp_path, smp, extra):
-            torch.testing.assert_close(
-                found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, layout=layout: f"{layout}: {text}"
-            )
+IN_STEP = [(extra, smp) for extra in (penalty, derivatives, slopes_only) for smp in ONE_STAGE.values()]
+
+
+@pytest.mark.parametrize(("extra", "smp"), [*IN_STEP, (penalty, PP2), (slopes_only, PP2)])
+def test_gradients_in_the_step_are_those_of_one_process(tmp_path, extra, smp):
+    (expected,) = on_ranks(train, 1, tmp_path, None, extra)
+    for found in on_ranks(train, 2, tmp_path, smp, extra):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def of_weights(module, inputs):

@@ -81,15 +81,15 @@ def train(folder, smp, name):
     return {key: value.clone() for key, value in module.state_dict().items()}, module.numbers, trainer.global_step
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_that_calls_the_closure_itself_trains_as_in_one_process(tmp_path, name):
+def test_a_step_that_calls_the_closure_itself_trains_as_in_one_process(tmp_path, name, layout):
     with quiet():
         weights, numbers, steps = train(tmp_path, None, name)
-    for layout, smp in LAYOUTS.items():
-        for found in on_ranks(train, 2, tmp_path, smp, name):
-            torch.testing.assert_close(found[0], weights, msg=lambda text, layout=layout: f"{layout}: {text}")
-            assert found[1] == pytest.approx(numbers, rel=1e-4), layout
-            assert found[2] == steps, layout
+    for found in on_ranks(train, 2, tmp_path, LAYOUTS[layout], name):
+        torch.testing.assert_close(found[0], weights)
+        assert found[1] == pytest.approx(numbers, rel=1e-4)
+        assert found[2] == steps
 
 
 def on_one_replica(self, epoch, batch_idx, optimizer, closure):
