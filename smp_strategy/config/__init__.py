@@ -12,6 +12,7 @@ In reading order:
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
 * ``start_folder``: working directory in which the script was started.
+* ``special_file``: devices and FIFOs, which no save replaces.
 
 Nothing here imports torch, because Hydra reads the options while it composes a configuration.
 """

@@ -7,6 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from smp_strategy.config.special_file import special_file
 from smp_strategy.errors import ConfigError, SMPError, cause_of
 
 __all__ = ["refuse_unwritable", "write_atomically"]
@@ -23,6 +24,8 @@ def refuse_unwritable(path: str | Path, name: str) -> None:
         ConfigError: it cannot be written.
     """
     path = Path(path)
+    if kind := special_file(path):
+        raise ConfigError(f"`{name}` ({path}) is {kind}, which a file would replace. Give the path of a file.")
     try:
         with suppress(FileNotFoundError):
             path.lstat()  # a name that the system takes
@@ -42,6 +45,8 @@ def write_atomically(path: str | Path, text: str) -> None:
         SMPError: the file could not be written; its old content is untouched.
     """
     path = Path(path)
+    if kind := special_file(path):
+        raise SMPError(f"{path} was not written: it is {kind}, which a file would replace.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unpredictable name and O_EXCL: otherwise a symbolic link in its place would be followed.

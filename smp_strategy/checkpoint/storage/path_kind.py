@@ -15,6 +15,7 @@ from typing import Final
 
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.manifest import FORMAT, Manifest
+from smp_strategy.config.special_file import special_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = [
@@ -133,13 +134,15 @@ def foreign_entries(folder: Path) -> list[str]:
 def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
     """The reason why a checkpoint must not replace ``target``; ``None``: it may.
 
-    A link may be replaced, since its target stays, and a file, since it is named. A folder would go with all that is in
-    it.
+    A link to a file may be replaced, since its target stays, and a file, since it is named. A folder would go with all
+    that is in it.
 
     Args:
         target: Path that may exist.
         is_kept: Whether an entry that no checkpoint has is in the new folder as well.
     """
+    if kind := special_file(target):
+        return f"it is {kind}"
     if target.is_symlink() or not target.is_dir():
         return None
     if os.path.ismount(target):
@@ -153,10 +156,10 @@ def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name
 
 
 def check_replaceable(target: Path) -> None:
-    """Refuse to replace a folder that is not wholly a checkpoint.
+    """Refuse to replace a folder that is not wholly a checkpoint, a device, a FIFO or a socket.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it must stay.
     """
     if reason := reason_to_keep(target):
         raise CheckpointError(f"{target} is not replaced: {reason}. Give another name, or move that away.")

@@ -94,3 +94,15 @@ def test_a_place_that_cannot_be_written_is_refused_before_there_is_anything_to_w
     refuse_unwritable(tmp_path / "file", "partition_file")
     assert (tmp_path / "file").read_text() == "text"
     assert not list((tmp_path / "made").iterdir())
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name, kind in {"fifo": "a FIFO", "link": "a device"}.items():
+        with pytest.raises(ConfigError, match=rf"`partition_file` .*{name}\) is {kind}, which a file would replace"):
+            refuse_unwritable(tmp_path / name, "partition_file")
+        with pytest.raises(SMPError, match=rf"{name} was not written: it is {kind}"):
+            write_atomically(tmp_path / name, "text")
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()

@@ -1,6 +1,7 @@
 """What a path is, and which folders may be replaced."""
 
 import json
+import os
 import zipfile
 
 import pytest
@@ -158,3 +159,16 @@ def test_what_a_manifest_of_ours_names_is_part_of_it(tmp_path):
     assert foreign_entries(path) == []
     (path / ".metadata").unlink()  # damaged, and still ours
     assert foreign_entries(path) == []
+
+
+def test_devices_fifos_and_links_to_them_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name, kind in {"fifo": "a FIFO", "link": "a device"}.items():
+        with (
+            pytest.raises(CheckpointError, match=f"{name} is not replaced: it is {kind}"),
+            replacing(tmp_path / name, is_folder=False),
+        ):
+            pass
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
+    assert (tmp_path / "link").is_symlink()
