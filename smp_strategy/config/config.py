@@ -99,7 +99,12 @@ class SMPConfig(
         # Configuration files have lists instead of tuples, and OmegaConf has its own list type.
         for name in ("unit_classes", "memory_limit", "stage_speeds", "activation_checkpointing"):
             object.__setattr__(self, name, as_tuple(getattr(self, name)))
+        words: Any = self.activation_checkpointing
+        if isinstance(words, bool):  # refused with the words that it has
+            object.__setattr__(self, "activation_checkpointing", str(words).lower())
         object.__setattr__(self, "tensor_parallel", as_dict(self.tensor_parallel))
+        if isinstance(self.partition_file, str):
+            object.__setattr__(self, "partition_file", os.path.expanduser(self.partition_file))
         problems = wrong_types(self, typing.get_type_hints(SMPConfig))
         if not problems:
             for concern in _CONCERNS:
@@ -171,9 +176,9 @@ class SMPConfig(
             ConfigError: unknown names (with the nearest known one) and every other mistake, together.
         """
         problems: list[str] = []
-        merged = options_in(os.environ, option_types(), problems)
-        merged.update(resolve_aliases(options, problems))
-        return cls._of_known(merged, problems)
+        given = resolve_aliases(options, problems)
+        merged = options_in(os.environ, option_types(), problems, given)
+        return cls._of_known({**merged, **given}, problems)
 
     @classmethod
     def from_variables(cls, environ: Mapping[str, str]) -> Self:

@@ -151,6 +151,10 @@ class PartitionOptions:
             found.append(f"`stage_speeds` must be above 0, but are {list(speeds)}.")
         if self.default_partition is not None and self.default_partition < 0:
             found.append(f"`default_partition` must be at least 0, but is {self.default_partition}.")
+        if self.partition_file == "" or "://" in (self.partition_file or ""):
+            found.append(
+                f"`partition_file` must be the path of a file on this machine, but is {self.partition_file!r}."
+            )
         for limit in _each(self.memory_limit):
             try:
                 if _bytes(limit) < 1:
@@ -357,6 +361,8 @@ class TensorParallelOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "tensor_parallel_degree")
+        if "" in (self.tensor_parallel or {}):
+            found.append("`tensor_parallel` has an empty name. Name modules by patterns: `blocks.*.up`.")
         if self.tensor_parallel_degree == 1:
             given = [name for name in ("tensor_parallel", "tensor_parallel_strict") if getattr(self, name)]
             given += [] if self.prescaled_batch else ["prescaled_batch"]
@@ -394,6 +400,7 @@ class ActivationOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "activation_loading_horizon") + self._problems_of_offload()
+        found += _problems_of_words(self.activation_checkpointing)[:1]
         if group_size(self.checkpoint_strategy) == 0:
             found.append(
                 "`checkpoint_strategy` must be each, contiguous or group_N with N from 1 on, but is "
@@ -436,6 +443,32 @@ class ActivationOptions:
         if isinstance(given, str):
             given = () if given in ("none", "all", "auto") else tuple(given.split(","))
         return tuple(pattern.strip() for pattern in given if pattern.strip())
+
+
+_WORDS = ("none", "all", "auto")
+# Words of others for them.
+_MEANT = {
+    **dict.fromkeys(("true", "on", "yes", "1", "full"), "all"),
+    **dict.fromkeys(("false", "off", "no", "0"), "none"),
+}
+
+
+def _problems_of_words(given: str | tuple[str, ...]) -> list[str]:
+    """Error texts for words in `activation_checkpointing` that would be taken for patterns of modules."""
+    patterns = given.split(",") if isinstance(given, str) else given
+    found = []
+    for pattern in patterns:
+        word = pattern.strip().lower()
+        if meant := _MEANT.get(word):
+            found.append(f"`activation_checkpointing={given!r}`: {pattern!r} names no modules. Write {meant!r}.")
+        elif word in _WORDS and (len(patterns) > 1 or isinstance(given, tuple)):
+            found.append(
+                f"`activation_checkpointing={given!r}`: {word!r} stands for all units and beside nothing else. Write "
+                f"the word alone, not in a list, or patterns of modules."
+            )
+        elif word in _WORDS and word != given:
+            found.append(f"`activation_checkpointing={given!r}` must be written {word!r}.")
+    return found
 
 
 def group_size(strategy: str) -> int | None:

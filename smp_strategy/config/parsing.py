@@ -94,7 +94,7 @@ def as_timeout(value: Any) -> timedelta | None:
     """``value`` as a timedelta; numbers are seconds, and ``None`` stands for the default.
 
     Raises:
-        ConfigError: it is no length of time above 0.
+        ConfigError: it is no length of time from a second on.
     """
     found = value
     if fits(value, float):
@@ -102,8 +102,8 @@ def as_timeout(value: Any) -> timedelta | None:
             found = timedelta(seconds=value)
         except (OverflowError, ValueError):  # infinite or not a number
             found = None
-    if value is not None and (not isinstance(found, timedelta) or found <= timedelta(0)):
-        raise ConfigError(f"`timeout` must be a timedelta or seconds, above 0 and finite, but is {value!r}.")
+    if value is not None and (not isinstance(found, timedelta) or found < timedelta(seconds=1)):
+        raise ConfigError(f"`timeout` must be a timedelta or seconds, finite and at least 1 s, but is {value!r}.")
     return found
 
 

@@ -1,11 +1,12 @@
 """Recipes: short names of options, like ``pp4_zbv_mb16``, for command lines, file names and environment variables."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["MICROBATCHES_PER_STAGE", "named_replicas", "parse_recipe"]
+__all__ = ["MICROBATCHES_PER_STAGE", "follow_degree", "named_replicas", "parse_recipe"]
 
 # Default number of microbatches per stage; it keeps the bubble below 20 %.
 MICROBATCHES_PER_STAGE = 4
@@ -41,16 +42,35 @@ def parse_recipe(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: a part that is not understood, or one that stands twice.
     """
+    options = _parts(name)
+    if "pipeline_parallel_degree" in options:
+        options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
+    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
+        options["pipeline_parallel_degree"] = 1
+    return options
+
+
+def follow_degree(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Microbatches for ``options``, which win over the recipe ``name`` and may have another number of stages.
+
+    Returns:
+        ``{"microbatches": ...}``; nothing if the recipe or ``options`` name a number, or none follows.
+    """
+    degree = options.get("pipeline_parallel_degree")
+    named = _parts(name)
+    if "pipeline_parallel_degree" not in named or "microbatches" in {**named, **options} or not isinstance(degree, int):
+        return {}
+    return {"microbatches": MICROBATCHES_PER_STAGE * degree}
+
+
+def _parts(name: str) -> dict[str, Any]:
+    """The options that stand in a recipe, without those that follow from them."""
     options: dict[str, Any] = {}
     for part in name.split("_"):
         key, value = _option(name, part)
         if key in options:
             raise ConfigError(f"`smp={name}`: `{key}` is given twice.")
         options[key] = value
-    if "pipeline_parallel_degree" in options:
-        options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
-    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
-        options["pipeline_parallel_degree"] = 1
     return options
 
 
@@ -63,6 +83,8 @@ def _option(name: str, part: str) -> tuple[str, Any]:
     if match := _NUMBER.fullmatch(part):
         return _NUMBERS[match[1]], int(match[2])
     if match := _MICS.fullmatch(part):
+        if int(match[2]) == 0:
+            raise ConfigError(f"`smp={name}`: {part} has 0 replicas. Write micsNx1 for one.")
         return "sharded_data_parallel_degree", int(match[1])
     if part == "zero1":
         return "shard_optimizer_state", True

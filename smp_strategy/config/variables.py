@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from smp_strategy.config.parsing import parse
-from smp_strategy.config.recipe import parse_recipe
+from smp_strategy.config.recipe import follow_degree, parse_recipe
 from smp_strategy.errors import ConfigError
 
 __all__ = [
@@ -39,6 +39,10 @@ _OF_SAGEMAKER: Final = frozenset(
         "SMP_NCCL_THROTTLE_LIMIT",
     }
 )
+# Variables that people expect beside an argument of the same name.
+_ARGUMENTS: Final = {
+    "SMP_TIMEOUT": "Give `SMPStrategy(timeout=...)`, or Accelerate's `InitProcessGroupKwargs(timeout=...)`"
+}
 # Similarity from which a name counts as a misspelt option: above, for instance, CONFIG_PATH and CONFIG (0.71), below
 # VIRTUAL_DEGREE and VIRTUAL_PIPELINE_DEGREE (0.76).
 _NEAR: Final = 0.75
@@ -66,18 +70,22 @@ def resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str
     return resolved
 
 
-def options_in(environ: Mapping[str, str], hints: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def options_in(
+    environ: Mapping[str, str], hints: Mapping[str, Any], problems: list[str], given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win.
 
     Args:
         environ: environment variables.
         hints: type of every option.
         problems: gets the mistakes: variables of one option that differ, and misspelt ones.
+        given: options that win over all of these, for the microbatches that follow from a recipe.
     """
     options: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
     if environ.get("SMP_CONFIG"):
         try:
-            options.update(parse_recipe(environ["SMP_CONFIG"]))
+            recipe = parse_recipe(environ["SMP_CONFIG"])
         except ConfigError as error:
             problems += error.problems
     variables: dict[str, str] = {}  # the variable of each option
@@ -94,12 +102,18 @@ def options_in(environ: Mapping[str, str], hints: Mapping[str, Any], problems: l
             options[name] = value
         elif name in DOOR_OPTIONS:
             continue
+        elif remedy := _ARGUMENTS.get(variable):
+            problems.append(f"The environment variable {variable} is not read. {remedy}, or unset it.")
         elif near := _nearest(variable, hints):
             problems.append(
                 f"The environment variable {variable} names no option of smp_strategy. Did you mean {near}? Rename or "
                 "unset it."
             )
-    return options
+    if recipe:
+        # None is the default, which configuration files write out.
+        winning = {**options, **{name: value for name, value in (given or {}).items() if value is not None}}
+        recipe |= follow_degree(environ["SMP_CONFIG"], winning)
+    return {**recipe, **options}
 
 
 def text_of_variable(environ: Mapping[str, str], name: str) -> str | None:

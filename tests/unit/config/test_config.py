@@ -437,3 +437,39 @@ def test_what_leaves_the_choice_of_activations_no_choice_is_refused(options, pro
     with pytest.raises(ConfigError) as failure:
         SMPConfig(activation_checkpointing="auto", memory_limit="1GiB", **options)
     assert f"{problem} `activation_checkpointing=auto`" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (True, "'true' names no modules. Write 'all'"),
+        ("off", "'off' names no modules. Write 'none'"),
+        ("blocks.*, Yes", "' Yes' names no modules. Write 'all'"),
+        (["all", "none"], "'all' stands for all units and beside nothing else"),
+        ("auto,blocks.*", "'auto' stands for all units and beside nothing else"),
+        (["none"], "'none' stands for all units and beside nothing else"),
+        (" none ", "must be written 'none'"),
+        ("ALL", "must be written 'all'"),
+    ],
+)
+def test_words_that_are_no_patterns_of_modules_are_refused(given, told):
+    with pytest.raises(ConfigError, match=f"`activation_checkpointing=.*{told}"):
+        SMPConfig(activation_checkpointing=given)
+
+
+@pytest.mark.parametrize("path", ["", "s3://bucket/partition.json"])
+def test_a_partition_file_is_on_this_machine(path):
+    with pytest.raises(ConfigError, match="`partition_file` must be the path of a file on this machine"):
+        SMPConfig(partition_file=path)
+
+
+def test_a_partition_file_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert SMPConfig(partition_file="~/x.json").partition_file == "/home/me/x.json"
+
+
+def test_an_empty_name_of_layers_to_split_and_no_replicas_are_refused():
+    with pytest.raises(ConfigError, match="`tensor_parallel` has an empty name"):
+        SMPConfig(tensor_parallel_degree=2, tensor_parallel={"": "column"})
+    with pytest.raises(ConfigError, match="mics2x0 has 0 replicas"):
+        parse_recipe("mics2x0")

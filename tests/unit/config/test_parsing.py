@@ -38,7 +38,7 @@ def test_a_timeout_is_a_timedelta_or_seconds():
     assert as_timeout(None) is None
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "5", float("inf"), float("nan"), 1e300, timedelta(0), [5]])
+@pytest.mark.parametrize("value", [0, -1, True, "5", float("inf"), float("nan"), 1e300, timedelta(0), 1e-6, [5]])
 def test_other_timeouts_are_refused(value):
-    with pytest.raises(ConfigError, match="`timeout` must be a timedelta or seconds, above 0 and finite, but is"):
+    with pytest.raises(ConfigError, match="`timeout` must be a timedelta or seconds, finite and at least 1 s, but is"):
         as_timeout(value)

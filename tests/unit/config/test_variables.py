@@ -48,6 +48,23 @@ def test_single_variables_win_over_the_recipe_variable(monkeypatch):
     assert (config.pipeline_parallel_degree, config.microbatches) == (4, 32)
 
 
+def test_microbatches_of_a_recipe_follow_the_degree_that_wins_over_it(monkeypatch):
+    monkeypatch.setenv("SMP_CONFIG", "pp2")
+    assert SMPConfig.from_options(pipeline_parallel_degree=4).microbatches == 16
+    assert SMPConfig.from_options(pipeline_parallel_degree=4, microbatches=3).microbatches == 3
+    assert SMPConfig.from_options(pipeline_parallel_degree=None).microbatches == 8
+    monkeypatch.setenv("SMP_PARTITIONS", "3")
+    assert SMPConfig.from_options().microbatches == 12
+    monkeypatch.setenv("SMP_CONFIG", "pp2_mb6")
+    assert SMPConfig.from_options().microbatches == 6
+
+
+def test_a_variable_beside_an_argument_of_a_door_is_refused_with_the_argument(monkeypatch):
+    monkeypatch.setenv("SMP_TIMEOUT", "30")
+    with pytest.raises(ConfigError, match=r"SMP_TIMEOUT is not read. Give `SMPStrategy\(timeout=...\)`"):
+        SMPConfig.from_options()
+
+
 def test_a_variable_that_does_not_parse_is_told_with_its_text(monkeypatch):
     monkeypatch.setenv("SMP_MICROBATCHES", "many")
     with pytest.raises(ConfigError, match="`microbatches` must be int \\| None, but is 'many'"):
