@@ -10,7 +10,7 @@ from lightning_toy import CLASSES, FEATURES, metrics_of, on_ranks, quiet, toy_lo
 from test_lightning_outputs import compare, smp
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from smp_strategy.errors import UnsupportedError
 
@@ -252,3 +252,60 @@ def test_loaders_with_batches_of_different_sizes_are_refused(sizes, tmp_path):
 
 def test_loaders_with_batches_of_one_size_are_cut(tmp_path):
     compare(of_two_loaders, 2, tmp_path, (4, 4))
+
+
+@dataclass
+class Noted:
+    """A batch of a user's own class."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    note: str = "a note"
+
+
+FORMS = {
+    "dict": lambda samples: dict(zip(("inputs", "targets"), default_collate(samples), strict=True)),
+    "list": lambda samples: [*default_collate(samples), "a note"],
+    "object": lambda samples: Noted(*default_collate(samples)),
+}
+
+
+def changed(folder, smp_options, form):
+    """What a hook finds in the batch that the step has changed."""
+    found = []
+
+    def step(self, batch, batch_idx):
+        inputs, targets = (batch[0], batch[1]) if form == "list" else items(batch)[:2]
+        features = self.net[:2](inputs)
+        logits = self.net[2:](features)
+        if form == "list":
+            batch[1] = logits.detach()
+            batch.pop()
+        else:
+            place = batch if form == "dict" else vars(batch)
+            place["features"], place["size"] = features.detach(), len(targets)
+            place["targets"] = logits.argmax(-1)
+            place.pop("note", None)
+        return nn.functional.cross_entropy(logits, targets)
+
+    def items(batch):
+        return list(batch.values()) if form == "dict" else list(batch) if form == "list" else list(vars(batch).values())
+
+    def note(self, outputs, batch, *args):
+        found.append([item.clone() if isinstance(item, torch.Tensor) else item for item in items(batch)])
+
+    hooks = {"on_train_batch_end": note, "on_validation_batch_end": note, "on_train_batch_start": lambda self, *_: None}
+    module = toy_module(training_step=step, validation_step=step, **hooks)
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1, use_distributed_sampler=False)
+    loader = toy_loader(shuffle=False, collate_fn=FORMS[form])
+    trainer.fit(module, loader, loader)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_hooks_get_the_batch_as_the_step_has_left_it(pp, form, tmp_path):
+    with quiet():
+        expected = changed(tmp_path / "one", None, form)
+    for found in on_ranks(changed, pp, tmp_path / "smp", smp(pp), form):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

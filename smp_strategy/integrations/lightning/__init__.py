@@ -7,6 +7,7 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     strategy_class, tree            the class for one of the two trees; lazy imports from it
     validation                      unsupported Lightning features
     steps                           a step per microbatch, merged into one result
+    batch_changes                   what a step does to its batch, for the hooks that get it
     logging, logging_loggers        self.log, self.print and loggers: recorded in steps, logged once
     metrics, metric_values          torchmetrics objects, and their values for the whole batch
     user_hooks                      module and callback hooks see the weights of all stages

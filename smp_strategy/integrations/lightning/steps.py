@@ -8,13 +8,14 @@ ranks, so nothing here reads a value.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.lightning.batch_changes import apply_changes, changes_of, contents_of, is_looked_at
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metric_values import NotedForwards, settle
 from smp_strategy.integrations.lightning.metrics import share_value
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from smp_strategy.engine.engine import Engine
 
 __all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
+
+# Hook that gets the batch of a step when it is over.
+_AFTER: Final = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -52,12 +61,12 @@ def run_training_step(
         The merged outputs of the step; the loss hands its gradients over in ``backward()``.
     """
     recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
-    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    step = _microbatch_step(module, "training_step", recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.train_step(
             step, args[0], loss_of=_loss_of, factor=factor, continues=continues, reduces=reduce()
         )
-    outputs = _replay(recorder, result.outputs, result.sizes)
+    outputs = _replay(recorder, args[0], result.outputs, result.sizes)
     # If this replica skips all microbatches, others may not: so there is a loss without a gradient.
     mean = torch.zeros(()) if result.loss is None else result.loss
     loss = loss_that_commits(mean, lambda grad: result.commit(grad, reduce=reduce()))
@@ -77,10 +86,10 @@ def accumulation_window(trainer: Any) -> tuple[int, int]:
 def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
     """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
     recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
-    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    step = _microbatch_step(module, "training_step", recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.manual_step(step, args[0])
-    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+    return merge(_replay(recorder, args[0], result.outputs, result.sizes), result.sizes)
 
 
 def run_eval_step(
@@ -93,10 +102,10 @@ def run_eval_step(
         is_joint: whether all ranks of a replica have read this batch.
     """
     recorder = _recorder(engine, module, is_joint=is_joint)
-    step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
+    step = _microbatch_step(module, name, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
-    merged = merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+    merged = merge(_replay(recorder, args[0], result.outputs, result.sizes), result.sizes)
     return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are used as a whole
 
 
@@ -105,15 +114,18 @@ def _recorder(engine: "Engine", module: Any, *, is_joint: bool) -> LogRecorder:
 
 
 def _microbatch_step(
-    step: Callable[..., Any], recorder: LogRecorder, rest: Sequence[Any], context: Context
+    module: Any, name: str, recorder: LogRecorder, rest: Sequence[Any], context: Context
 ) -> Callable[[Any], Any]:
-    rest = [given(value) for value in rest]
+    step, rest = getattr(module, name), [given(value) for value in rest]
+    looks = is_looked_at(module, _AFTER[name])
 
     def run(microbatch: Any) -> Any:
         forwards = NotedForwards()
+        before = contents_of(microbatch) if looks else None
         with recorder.notes() as notes, forwards.open(), context():
             output = step(microbatch, *rest)
-        return output, notes, forwards
+        changes = None if before is None else changes_of(microbatch, before)
+        return output, notes, forwards, changes
 
     return run
 
@@ -129,7 +141,7 @@ def _process_wide(context: Context) -> AbstractContextManager[Any]:
     return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()
 
 
-def _loss_of(returned: tuple[Any, Any, Any]) -> Tensor | None:
+def _loss_of(returned: tuple[Any, Any, Any, Any]) -> Tensor | None:
     output = returned[0]
     if output is None:
         return None
@@ -142,7 +154,10 @@ def _loss_of(returned: tuple[Any, Any, Any]) -> Tensor | None:
     )
 
 
-def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any, Any]], sizes: Sequence[int]) -> list[Any]:
-    recorder.replay([notes for _, notes, _ in returned], sizes)
-    settle([forwards for _, _, forwards in returned])
-    return [output for output, _, _ in returned]
+def _replay(
+    recorder: LogRecorder, batch: Any, returned: Sequence[tuple[Any, Any, Any, Any]], sizes: Sequence[int]
+) -> list[Any]:
+    recorder.replay([notes for _, notes, _, _ in returned], sizes)
+    settle([forwards for _, _, forwards, _ in returned])
+    apply_changes(batch, [changes for *_, changes in returned], sizes)
+    return [output for output, *_ in returned]

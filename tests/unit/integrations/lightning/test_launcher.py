@@ -22,7 +22,7 @@ def hydra_config(**overrides):
 
 def test_a_plain_script_is_run_again_with_its_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/started/here/train.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/started/here/train.py", raising=False)
     monkeypatch.chdir("/")  # where the script may have gone meanwhile
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(command, "running_hydra_job", lambda: None)
