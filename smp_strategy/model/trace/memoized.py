@@ -37,7 +37,8 @@ class MemoizedFunctions:
     def without_fakes(self) -> Iterator[None]:
         """Context of a dry run: afterwards no cache holds fake tensors of it."""
         if self._found is None:
-            self._found = [(each, each.cache_info().misses) for each in gc.get_referrers(_Memoized) if type(each) is _Memoized]
+            found = [each for each in gc.get_referrers(_Memoized) if type(each) is _Memoized]
+            self._found = [(each, each.cache_info().misses) for each in found]
         try:
             yield
         finally:
