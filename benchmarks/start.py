@@ -94,7 +94,8 @@ def run(strategy: str, epochs: int) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> None:
     """Print the figures."""
     rounds, epochs = (1, 1) if "--quick" in arguments else (3, 5)
-    run("smp", 1)  # what is read from disk is in memory from here on
+    if rounds > 1:
+        run("smp", 1)  # what is read from disk is in memory from here on
     found = [{strategy: run(strategy, epochs) for strategy in ("ddp", "smp")} for _ in range(rounds)]
     for each in found:
         for strategy, figures in each.items():
