@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.backends import cuda
 
-from smp_strategy.distributed.torch_private import plain_functions
+from smp_strategy.distributed.torch_private import plain_functions, plain_functions_and_modes
 
 __all__ = ["Frozen", "TorchSettings"]
 
@@ -62,7 +62,7 @@ class Frozen(_Settings):
 
     def values_of_now(self) -> tuple[Any, ...]:
         """Current values, in the order of the parameters."""
-        with plain_functions():  # parameters of other stages are a subclass
+        with plain_functions_and_modes():  # parameters of other stages are a subclass, and a dry run has modes
             return tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def __getitem__(self, name: Any) -> Any:

@@ -63,6 +63,10 @@ SCRIPTS = {
         {"world1_overhead", "one_node_time_vs_fsdp2", "one_node_memory_vs_fsdp2"},
     ),
     "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
+    "start.py": (
+        ["--quick"],
+        {"start_over_ddp", "cpu_over_ddp", "script_over_ddp", "import_over_lightning", "first_step_cpu"},
+    ),
     "tensor_parallel.py": (
         ["--quick"],
         {"worst_time_vs_dtensor", "memory_vs_dtensor", "bytes_over_minimum", "tokens_bytes_over_minimum"},

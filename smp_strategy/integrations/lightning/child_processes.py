@@ -7,6 +7,7 @@ Either thread ends its process if that is still waiting for something else.
 """
 
 import atexit
+import gc
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.failure import publish
 from smp_strategy.distributed.torch_private import default_store
+from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
 
@@ -29,8 +31,6 @@ GRACE_SECONDS: Final = 5.0
 # Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
-# Environment variable: process id of rank 0, and the pipe in which it announces a regular end.
-_VARIABLE: Final = "SMP_LAUNCHER"
 
 
 @final
@@ -56,7 +56,7 @@ class Children:
             is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
             if is_free and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._end_all)
-        variables = {**environment, _VARIABLE: f"{os.getpid()}:{self._farewell}"}
+        variables = {**environment, LAUNCHER: f"{os.getpid()}:{self._farewell}"}
         self._ranks.append(rank)
         self._processes.append(subprocess.Popen(command, env=variables, cwd=folder, pass_fds=[self._farewell]))
 
@@ -130,11 +130,18 @@ def how_it_ended(pid: int, code: int) -> str:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after its launcher has been killed, if Lightning's launcher has started it."""
+    """End this process soon after its launcher has been killed, if Lightning's launcher has started it.
+
+    Garbage is collected as usual from here on; see :func:`~smp_strategy.integrations.autoload.collect_rarely`.
+    """
     # Removed, so that processes started by this one do not inherit it.
-    given = os.environ.pop(_VARIABLE, None)
+    given = os.environ.pop(LAUNCHER, None)
     if given is not None:
-        pid, farewell = map(int, given.split(":"))
+        pid, farewell, *threshold = map(int, given.split(":"))
+        if threshold and gc.get_threshold()[0] == RARELY:  # the script has set no other
+            gc.set_threshold(*threshold)
+            gc.freeze()
+            gc.unfreeze()  # All objects of now are of the oldest generation: no collection looks at them soon.
         threading.Thread(target=_watch_launcher, args=(pid, farewell), daemon=True, name="smp-parent-watcher").start()
 
 

@@ -37,7 +37,8 @@ class MemoizedFunctions:
     def without_fakes(self) -> Iterator[None]:
         """Context of a dry run: afterwards no cache holds fake tensors of it."""
         if self._found is None:
-            self._found = [(each, each.cache_info().misses) for each in gc.get_objects() if type(each) is _Memoized]
+            found = [each for each in gc.get_referrers(_Memoized) if type(each) is _Memoized]
+            self._found = [(each, each.cache_info().misses) for each in found]
         try:
             yield
         finally:
@@ -46,9 +47,11 @@ class MemoizedFunctions:
 
 def _emptied_of_fakes(memoized: "_Memoized[Any]", misses: int) -> int:
     """Empty the cache if it holds fake tensors, which it does not if it has computed only ``misses`` results."""
-    if memoized.cache_info().misses != misses and _holds_fakes(gc.get_referents(memoized), _MOST_LEVELS):
-        memoized.cache_clear()
-    return memoized.cache_info().misses
+    now = memoized.cache_info().misses
+    if now == misses or not _holds_fakes(gc.get_referents(memoized), _MOST_LEVELS):
+        return now
+    memoized.cache_clear()
+    return 0
 
 
 def hide_fakes(values: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smp_strategy.distributed.torch_private import plain_functions
+from smp_strategy.distributed.torch_private import plain_functions_and_modes
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.call_sizes import shape_kind
 from smp_strategy.model.trace.context_containers import collector_key
@@ -153,7 +153,7 @@ class ShapeInference:
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = (tuple(module.modules()), tuple(module.parameters()))
-        with plain_functions():  # parameters of other stages are a subclass
+        with plain_functions_and_modes():  # parameters of other stages are a subclass
             frozen = tuple(map(_NEEDS_GRADIENT, parts[1]))
         return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
 
@@ -230,7 +230,7 @@ class ShapeInference:
             inside = imitate if symbols is None else symbols.inside
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf, inside=inside) for leaf in leaves]
             dtypes = callee.dtype_of_weights()
-            with plain_functions():  # looking at the sizes of weights is no use of them
+            with plain_functions_and_modes():  # looking at the sizes of weights is no use of them
                 specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}

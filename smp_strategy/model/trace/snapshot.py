@@ -35,6 +35,8 @@ __all__ = ["Snapshot", "containers_in", "contents_of", "fill", "is_dataclass", "
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _ORDINARY = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict})
+# Nothing is in them, or others capture it.
+_PLAIN = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
 
@@ -125,9 +127,9 @@ class Snapshot:
 
 def contents_of(container: Any) -> Any:
     """Shallow copy of a container's contents: a dict for mappings and dataclasses, a list for others."""
-    if isinstance(container, Mapping):
+    if isinstance(container, (dict, Mapping)):  # `dict` first, which is found at once
         return dict(container)
-    if is_dataclass(container):
+    if type(container) not in _ORDINARY and is_dataclass(container):
         return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
     return list(container)
 
@@ -220,7 +222,7 @@ def _look_for(
 ) -> None:
     """Collect into ``objects`` those with attributes, and into ``others`` how to put back arrays and generators."""
     for value in values:
-        if id(value) in objects or id(value) in others:
+        if type(value) in _PLAIN or id(value) in objects or id(value) in others:
             continue
         put_back = _put_back(value)
         if put_back is not None:

@@ -27,6 +27,7 @@ _MISSING = object()
 _GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _CELL = ("STORE_DEREF", "DELETE_DEREF")
 _ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
+_WRITES = frozenset({*_GLOBAL, *_CELL, *_ATTRIBUTE})
 
 
 @contextmanager
@@ -127,13 +128,13 @@ class Variables:
         attributes = set[str]()
         for function, code in self._codes:
             around = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-            for instruction in dis.get_instructions(code):
-                if instruction.opname in _GLOBAL:
-                    names.setdefault(id(function.__globals__), (function.__globals__, set()))[1].add(instruction.argval)
-                elif instruction.opname in _ATTRIBUTE:
-                    attributes.add(instruction.argval)
-                elif instruction.opname in _CELL and instruction.argval in around:
-                    cells[id(around[instruction.argval])] = around[instruction.argval]
+            for operation, name in _writes_of(code):
+                if operation in _GLOBAL:
+                    names.setdefault(id(function.__globals__), (function.__globals__, set()))[1].add(name)
+                elif operation in _ATTRIBUTE:
+                    attributes.add(name)
+                elif name in around:
+                    cells[id(around[name])] = around[name]
         found: list[MutableMapping[Any, Any]] = [Chosen(*each) for each in names.values()]
         found += map(Variable, cells.values())
         for owner in self._owners():
@@ -165,6 +166,13 @@ def _codes(code: CodeType) -> list[CodeType]:
     """``code`` and that of nested functions."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return [code, *(each for one in inner for each in _codes(one))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_of(code: CodeType) -> tuple[tuple[str, str], ...]:
+    """Instructions of ``code`` that write to variables of others, and the names of these."""
+    found = [(each.opname, each.argval) for each in dis.get_instructions(code) if each.opname in _WRITES]
+    return tuple(dict.fromkeys(found))
 
 
 def _names(code: CodeType) -> set[str]:

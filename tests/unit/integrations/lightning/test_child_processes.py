@@ -1,5 +1,6 @@
 """Processes that one process has started: how their end is told, and that none is left behind."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from smp_strategy.integrations.autoload import RARELY
 from smp_strategy.integrations.lightning.child_processes import how_it_ended
 
 
@@ -118,6 +120,31 @@ def test_a_child_ends_if_the_process_is_killed_that_has_started_it(end, goes_on,
         time.sleep(0.05)
     assert not is_alive(child)
     assert (tmp_path / "done").exists() == goes_on
+
+
+COLLECTING = """
+import gc, os, pathlib, sys
+sys.path[:0] = {path!r}
+thresholds = [gc.get_threshold()]
+import smp_strategy
+thresholds.append(gc.get_threshold())
+from smp_strategy.integrations.lightning.child_processes import end_with_launcher
+{then}
+end_with_launcher()
+pathlib.Path("told").write_text(repr([*thresholds, gc.get_threshold()]))
+"""
+
+
+@pytest.mark.parametrize("own", [None, 900])
+def test_a_child_collects_garbage_rarely_until_its_strategy_starts(own, tmp_path, monkeypatch):
+    """Nearly all that it makes in its imports stays. A threshold that the script sets meanwhile is not touched."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
+    then = "" if own is None else f"gc.set_threshold({own})"
+    assert launched("ours.end(patience=50)", COLLECTING.format(path=sys.path, then=then)).returncode == 0
+    before, meanwhile, after = ast.literal_eval((tmp_path / "told").read_text())
+    assert meanwhile == (RARELY, *before[1:])
+    assert after == (own or before[0], *before[1:])
 
 
 def is_alive(pid: int) -> bool:
