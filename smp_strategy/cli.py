@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     if given.command == "run":
-        return import_module("smp_strategy.run_script").run(given)
+        return import_module("smp_strategy.integrations.sagemaker.run_script").run(given)
     try:
         return import_module(f"smp_strategy.{given.run}").run(given)
     except (SMPError, OSError) as error:

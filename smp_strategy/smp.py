@@ -1,7 +1,8 @@
 """SageMaker's model parallel library: ``import smp_strategy.smp as smp`` in the place of its import.
 
 Names, arguments and meaning are those of ``smdistributed.modelparallel.torch``. See ``docs/sagemaker.md``.
-``python -m smp_strategy.smp script.py`` runs a script that has that import (:mod:`smp_strategy.run_script`).
+``python -m smp_strategy.smp script.py`` runs a script that has that import
+(:mod:`smp_strategy.integrations.sagemaker.run_script`).
 """
 
 import sys
@@ -185,4 +186,4 @@ _SUBMODULES: Final = {
 sys.modules.update({f"{__name__}.{name}": module for name, module in _SUBMODULES.items()})
 
 if __name__ == "__main__":
-    sys.exit(import_module("smp_strategy.run_script").main(sys.argv[1:]))
+    sys.exit(import_module("smp_strategy.integrations.sagemaker.run_script").main(sys.argv[1:]))

@@ -224,7 +224,9 @@ def _translate_v2(
 def _ranks_of_launcher() -> int:
     text = os.environ.get("WORLD_SIZE", "0")
     if not text.isdecimal():
-        raise ConfigError(f"WORLD_SIZE must be the number of ranks, but is {text!r}. The launcher sets it (`torchrun`).")
+        raise ConfigError(
+            f"WORLD_SIZE must be the number of ranks, but is {text!r}. The launcher sets it (`torchrun`)."
+        )
     return int(text)
 
 

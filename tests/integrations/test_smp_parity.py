@@ -91,7 +91,14 @@ def in_half(parameters, dtype, folder):
 
 @pytest.mark.parametrize(
     ("layout", "option"),
-    [("pp2", "fp16"), ("pp2", "bf16"), ("tp2", "bf16"), ("sdp2", "bf16"), ("sdp2", "fp16"), ("pp2 x replicas2", "fp16")],
+    [
+        ("pp2", "fp16"),
+        ("pp2", "bf16"),
+        ("tp2", "bf16"),
+        ("sdp2", "bf16"),
+        ("sdp2", "fp16"),
+        ("pp2 x replicas2", "fp16"),
+    ],
 )
 def test_half_precision_trains_as_one_process_and_goes_on_to_the_bit(tmp_path, layout, option):
     ranks, parameters = LAYOUTS[layout]

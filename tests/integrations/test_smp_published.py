@@ -1,4 +1,4 @@
-"""Scripts of ours that make the calls of AWS's published scripts, in their order: the digits and the language models."""
+"""Scripts of ours that make the calls of AWS's published scripts in their order: digits, language models."""
 
 import json
 

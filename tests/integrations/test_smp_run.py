@@ -11,7 +11,7 @@ import pytest
 from smp_checks import plain
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = '''
+SCRIPT = """
 import importlib.util
 import json
 import sys
@@ -55,7 +55,7 @@ for data, target in batches():
 if smp.rank() == 0:
     print("losses", json.dumps(losses))
     print(rmsg("done"))
-'''
+"""
 
 
 def started(*command, folder, **environment):
@@ -73,7 +73,14 @@ def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path):
     hyperparameters = json.dumps({"epochs": 1, "mp_parameters": json.dumps(parameters)})
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = started(
-        *torchrun, "-m", "smp_strategy.smp", str(tmp_path / "train.py"), "--epochs", "1", folder="/", SM_HPS=hyperparameters
+        *torchrun,
+        "-m",
+        "smp_strategy.smp",
+        str(tmp_path / "train.py"),
+        "--epochs",
+        "1",
+        folder="/",
+        SM_HPS=hyperparameters,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     [losses] = [json.loads(line.removeprefix("losses ")) for line in done.stdout.splitlines() if "losses" in line]

@@ -6,7 +6,8 @@ paths, spans of time. They are values and run nothing when they are made, so the
 (:func:`allowing_plain_values`).
 
 Objects of other classes would be written and never read again, so :func:`check_content` refuses them before they are
-written. :func:`plain_content` converts the harmless ones that scripts have without noticing. :func:`load_file` maps a file of ``torch.save``, by any program; its values are read when they are used.
+written. :func:`plain_content` converts the harmless ones that scripts have without noticing. :func:`load_file` maps a
+file of ``torch.save``, by any program; its values are read when they are used.
 """
 
 import collections
@@ -109,7 +110,9 @@ def plain_content(value: Any, name: str, note: Callable[[str], None]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in _MAPPINGS:
-        return type(value)((plain_content(k, name, note), plain_content(v, f"{name}[{k!r}]", note)) for k, v in value.items())
+        return type(value)(
+            (plain_content(k, name, note), plain_content(v, f"{name}[{k!r}]", note)) for k, v in value.items()
+        )
     if type(value) in _SEQUENCES:
         return type(value)(plain_content(each, f"{name}[{number}]", note) for number, each in enumerate(value))
     if hasattr(value, "to_dict") and any(each.__module__.startswith("transformers.") for each in type(value).__mro__):

@@ -1,8 +1,8 @@
 """Environment variables of SageMaker's containers: parameters, hosts, and the ranks that ``mpirun`` gives.
 
 SageMaker's toolkit passes the ``parameters`` of an estimator as ``SM_HP_MP_PARAMETERS``, and as ``mp_parameters`` among
-all hyperparameters in ``SM_HPS``. It starts one process per device with MPI. Hosts stand in ``SM_HOSTS``. Hyperparameters (``SM_HP_*``), data channels (``SM_CHANNEL_*``) and
-``SM_MODEL_DIR`` are read by scripts themselves.
+all hyperparameters in ``SM_HPS``. It starts one process per device with MPI. Hosts stand in ``SM_HOSTS``.
+Hyperparameters (``SM_HP_*``), data channels (``SM_CHANNEL_*``) and ``SM_MODEL_DIR`` are read by scripts themselves.
 """
 
 import json

@@ -79,12 +79,17 @@ def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
     """
     flat = [flatten(result, _is_size, is_opened_value) for result in results]
     if any(structure != flat[0][1] for _, structure in flat):
-        flat = [flatten(result, lambda node, root=result: node is not root) for result in results]
+        flat = [_opened(result) for result in results]
     structure = flat[0][1]
     if structure.is_leaf() or any(other != structure for _, other in flat):
         return _joined(results, sizes)
     joined = [over_microbatches(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return pytree.tree_unflatten(joined, structure)
+
+
+def _opened(result: Any) -> tuple[list[Any], Any]:
+    """Direct contents of a container."""
+    return flatten(result, lambda node: node is not result)
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:

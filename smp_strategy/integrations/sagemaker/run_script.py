@@ -1,9 +1,9 @@
 """``smp run script.py``: a script of SageMaker's libraries, without an edit.
 
 Such a script imports ``smdistributed.modelparallel.torch`` or ``smdistributed.dataparallel.torch``. Before it starts,
-these names are given to :mod:`smp_strategy.smp` and :mod:`smp_strategy.smddp`. Where the real library is installed
-nothing is given away, so that no script runs on another library than it seems to. ``torch.sagemaker`` (version 2) is
-refused: it wraps PyTorch's FSDP, which the engine takes the place of.
+these names are given to ``smp_strategy.smp`` and ``smp_strategy.smddp``, the modules above this package. Where the real
+library is installed nothing is given away, so that no script runs on another library than it seems to.
+``torch.sagemaker`` (version 2) is refused: it wraps PyTorch's FSDP, which the engine takes the place of.
 
 Processes that Python starts anew (``spawn``) import the script under its own names again, and fail.
 """
@@ -14,11 +14,11 @@ import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from smp_strategy import smddp, smp
 from smp_strategy.errors import ConfigError, UnsupportedError
 
 __all__ = ["install_names", "main", "run"]
@@ -74,7 +74,7 @@ def install_names() -> None:
         ConfigError: the real library is installed.
     """
     present = sys.modules.get("smdistributed")
-    is_real = importlib.util.find_spec("smdistributed") if present is None else present.__file__ != smp.__file__
+    is_real = importlib.util.find_spec("smdistributed") if present is None else present.__file__ != __file__
     if is_real:
         raise ConfigError(
             "SageMaker's library (`smdistributed`) is installed, so its names are not given to smp_strategy. Start the "
@@ -85,12 +85,18 @@ def install_names() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     """Modules under SageMaker's names, packages first."""
+    smp: Any = import_module("smp_strategy.smp")
+    smddp: Any = import_module("smp_strategy.smddp")
+
+    def of_rank(text: str) -> str:
+        return f"[{smp.rank()}] {text}" if smp.is_initialized() else text
+
     found: dict[str, ModuleType] = {
         "smdistributed": _made("smdistributed"),
         _MODEL: _made(_MODEL, __version__=_VERSION),
         f"{_MODEL}.torch": smp,
         f"{_MODEL}.torch.state_mod": _made(f"{_MODEL}.torch.state_mod", state=smp.state),
-        f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=_of_rank),
+        f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=of_rank),
         _DATA: _made(_DATA),
         f"{_DATA}.torch": _made(f"{_DATA}.torch"),
         f"{_DATA}.torch.torch_smddp": smddp,
@@ -112,10 +118,5 @@ def _modules() -> dict[str, ModuleType]:
 
 def _made(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update({"__path__": [], "__file__": smp.__file__, "__spec__": ModuleSpec(name, None), **contents})
+    vars(module).update({"__path__": [], "__file__": __file__, "__spec__": ModuleSpec(name, None), **contents})
     return module
-
-
-def _of_rank(text: str) -> str:
-    """``text`` with the rank in front."""
-    return f"[{smp.rank()}] {text}" if smp.is_initialized() else text
