@@ -25,8 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 for success, 1 for damage found by ``smp verify``, 2 for a failed command, 130 for an interrupt.
+        Errors of the script of ``smp run`` are raised.
     """
     given = _parser().parse_args(arguments)
+    if given.command == "run":
+        return import_module("smp_strategy.integrations.sagemaker.run_script").run(given)
     try:
         return import_module(f"smp_strategy.{given.run}").run(given)
     except (SMPError, OSError) as error:
@@ -43,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="smp",
         description="Checkpoints: write them as other programs want them, take theirs over, look, verify. "
-        "Partitions: explain them.",
+        "Partitions: explain them. Scripts of SageMaker's libraries: run them.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and that of PyTorch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_explain(commands)
+    _add_run(commands)
     return parser
 
 
@@ -177,6 +181,17 @@ def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("partition", help="what `partition_file` or `save_partition` has written")
     parser.add_argument("out", nargs="?", help="a file: .txt, .json or .html; without it the explanation is printed")
     parser.set_defaults(run="reports.explain.command")
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script that imports SageMaker's libraries, without an edit",
+        description="Give the names `smdistributed.*` to this package and run the script. With several ranks: torchrun "
+        "--nproc-per-node 2 -m smp_strategy.smp script.py",
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 if __name__ == "__main__":

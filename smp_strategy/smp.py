@@ -1,9 +1,12 @@
 """SageMaker's model parallel library: ``import smp_strategy.smp as smp`` in the place of its import.
 
 Names, arguments and meaning are those of ``smdistributed.modelparallel.torch``. See ``docs/sagemaker.md``.
+``python -m smp_strategy.smp script.py`` runs a script that has that import
+(:mod:`smp_strategy.integrations.sagemaker.run_script`).
 """
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
@@ -181,3 +184,6 @@ _SUBMODULES: Final = {
     "patches.checkpoint": patches.checkpoint,
 }
 sys.modules.update({f"{__name__}.{name}": module for name, module in _SUBMODULES.items()})
+
+if __name__ == "__main__":
+    sys.exit(import_module("smp_strategy.integrations.sagemaker.run_script").main(sys.argv[1:]))

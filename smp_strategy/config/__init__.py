@@ -5,7 +5,7 @@ In reading order:
 * ``config``: :class:`~smp_strategy.config.config.SMPConfig`, all options in one frozen dataclass;
   contradictions.
 * ``variables``: options from environment variables, aliases, variables of other programs.
-* ``sagemaker_options``: a configuration of SageMaker's library as options.
+* ``sagemaker_options``, ``sagemaker_keys``: a configuration of SageMaker's library as options; its keys and values.
 * ``options``: options by concern: pipeline, partition, tracing, sharding, tensor parallelism, activations.
 * ``precision_options``: compute and reduction dtypes, loss scaling.
 * ``parsing``: type checks of values, and values from text.

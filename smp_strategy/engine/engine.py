@@ -33,8 +33,7 @@ from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.first_attach import begin_layout
-from smp_strategy.engine.given_partition import choose_placed_units
+from smp_strategy.engine.first_attach import begin_layout, lay_out, serves
 from smp_strategy.engine.hooks.run_hook import run_hook
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
@@ -48,8 +47,6 @@ from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
-from smp_strategy.model.annotations import placed_modules
-from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.costs import Costs
@@ -100,8 +97,6 @@ class Engine:
         self._calls = self._parts.calls
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)
-        self._units: list[Unit] = []
-        self._placed_by_hand: Mapping[str, int] = {}
         self._without_masters: Mapping[str, nn.Parameter] = {}
         self.manual = ManualSteps(self._calls)
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
@@ -179,6 +174,7 @@ class Engine:
         *,
         keep_shared: Sequence[nn.Module] = (),
         trains: bool = True,
+        is_placed: bool = True,
     ) -> None:
         """Attach ``module``, which is whole on every rank; collective. A detached module is partitioned as before.
 
@@ -188,6 +184,7 @@ class Engine:
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.microbatch_state`.
             trains: whether there will be training steps. ``module`` may be as :meth:`stays_spread` says.
+            is_placed: whether modules that the user places are placed already, and not at the first step at the latest.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
@@ -205,7 +202,7 @@ class Engine:
                 self.local_model.take_optimizers(optimizers)
             return
         if self.stays_spread(module, trains=trains):
-            self._calls.intercept(self._units, module)
+            self._calls.intercept(self.layout.units, module)
             resume(self._parts)
             attached.note(self)
             return
@@ -215,9 +212,8 @@ class Engine:
             halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._parts.module is None:
-            self._units = begin_layout(self._parts, module, seed)
-            self._placed_by_hand = placed_modules(module)
-        self._calls.intercept(self._units, module)
+            begin_layout(self._parts, module, seed, is_placed=is_placed)
+        self._calls.intercept(self.layout.units, module)
         attached.note(self)
 
     def stays_spread(self, module: nn.Module, *, trains: bool = False) -> bool:
@@ -235,10 +231,7 @@ class Engine:
 
     def serves(self, module: nn.Module) -> bool:
         """Whether ``module`` is the attached one, with the same units and the same stages set by hand."""
-        if self._parts.module is not module or placed_modules(module) != self._placed_by_hand:
-            return False
-        units = choose_placed_units(self.config, module, self.mesh.pp)
-        return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
+        return serves(self._parts, module)
 
     def detach(self, *, failed: bool = False, restores: bool = True) -> None:
         """Give the module back; :meth:`attach` takes it again. Collective unless the run has failed.
@@ -288,6 +281,8 @@ class Engine:
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
         first = FirstStep(kind, step, microbatches, loss_of)
+        if self.partition is None:
+            lay_out(self._parts)
         if self._calls.runtime is None:
             # Copies are named now, while they look like the module.
             local_model = parallelize(self._parts, first, list(self.copies()))

@@ -1,4 +1,10 @@
-"""First attachment of a module: process mesh, units and tensors without values; the partition is decided later."""
+"""First attachment of a module: process mesh, units and tensors without values; the partition is decided later.
+
+Annotations on modules (stages, checkpointing) are checked here and read again in the first step: scripts may add some
+after the model is wrapped.
+"""
+
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -8,22 +14,22 @@ from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
 from smp_strategy.engine.layout import Layout
+from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import measuring_device
 
-__all__ = ["begin_layout"]
+__all__ = ["begin_layout", "lay_out", "serves"]
 
 
-def begin_layout(parts: EngineParts, module: nn.Module, seed: int) -> list[Unit]:
+def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed: bool) -> None:
     """Make the process mesh, choose the units of ``module``, and begin an undecided layout. Collective over all ranks.
 
     Args:
         parts: Parts of the engine, which get the module, the mesh and the layout.
         module: Full module, perhaps without values.
         seed: Seed that all ranks have agreed on.
-
-    Returns:
-        Units in the order of the module.
+        is_placed: Whether the user has placed all modules, if the user does; otherwise the first step is the latest
+            time.
 
     Raises:
         ConfigError: The degrees do not fit the number of ranks or of units.
@@ -33,10 +39,42 @@ def begin_layout(parts: EngineParts, module: nn.Module, seed: int) -> list[Unit]
     measuring_device(config, parts.device)
     refuse_unwritable_file(config)
     parts.module = module
-    parts.known_mesh = mesh = ProcessMesh(shape, device_type=parts.device.type, timeout=parts.timeout)
-    units = choose_placed_units(config, module, shape.pp)
-    given = place_beforehand(config, module, units, shape.pp)
+    parts.known_mesh = ProcessMesh(shape, device_type=parts.device.type, timeout=parts.timeout)
+    lay_out(parts, is_placed=is_placed)
     parts.seed = seed
     parts.delayed = DelayedModule(module, seed, parts.device)
-    parts.known_layout = Layout.undecided(config, module, units, mesh, parts.device, given)
-    return units
+
+
+def lay_out(parts: EngineParts, *, is_placed: bool = True) -> None:
+    """Choose units and begin an undecided layout, by the annotations of the attached module now. Collective.
+
+    Args:
+        parts: Parts of the engine, which get the layout.
+        is_placed: As of :func:`begin_layout`.
+
+    Raises:
+        ConfigError: The annotations do not fit the degrees or the options.
+    """
+    config, mesh, module, before = parts.config, parts.mesh, parts.module, parts.known_layout
+    assert module is not None
+    units = choose_placed_units(config, module, mesh.pp)
+    is_known = is_placed or config.auto_partition
+    given = place_beforehand(config, module, units, mesh.pp) if is_known else None
+    layout = parts.known_layout = Layout.undecided(config, module, units, mesh, parts.device, given)
+    if before is not None:
+        layout.group = before.group
+        if not _are_same(before.units, units):
+            parts.calls.give_back()
+            parts.calls.intercept(units, module)
+
+
+def serves(parts: EngineParts, module: nn.Module) -> bool:
+    """Whether ``module`` is the attached one, with the units and stages of the partition, if there is one."""
+    if parts.module is not module or parts.partition is None:
+        return parts.module is module
+    units = choose_placed_units(parts.config, module, parts.mesh.pp)
+    return placed_modules(module) == parts.layout.placed and _are_same(units, parts.layout.units)
+
+
+def _are_same(units: Sequence[Unit], others: Sequence[Unit]) -> bool:
+    return [id(unit.module) for unit in units] == [id(unit.module) for unit in others]

@@ -17,6 +17,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.given_partition import GivenPartition, num_parameters_of
 from smp_strategy.engine.plan_cache import PlanCache
+from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import Costs
@@ -37,8 +38,10 @@ class Layout:
     """Module; full on every rank until the first step frees the values of other ranks."""
     units: Sequence[Unit]
     """Its units."""
+    placed: Mapping[str, int]
+    """Stages of modules that the user has annotated."""
     given: GivenPartition | None
-    """Stages that the user has decided; ``None``: the library chooses."""
+    """Stages of units that the user has decided; ``None``: the library chooses."""
     recomputed: CheckpointSelection
     """Activation policies that the options set, for units and for modules inside them."""
     num_parameters: Mapping[str, int]
@@ -88,6 +91,7 @@ class Layout:
         return cls(
             module=module,
             units=units,
+            placed=placed_modules(module),
             given=given,
             recomputed=recomputed,
             num_parameters=num_parameters,

@@ -57,15 +57,19 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.05, eps=1e-3)
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def mine(batch):
     """This replica's samples, as a sampler deals them out."""
     return tuple(part[smp.rdp_rank() :: smp.rdp_size()] for part in batch)
 
 
-def plain(given=None, *, parts=1, replicas=1, steps=STEPS):
+def plain(given=None, *, parts=1, replicas=1, steps=STEPS, make=adamw):
     """Losses and weights of a single process that adds up the gradients of microbatches, replica by replica."""
     model = net() if given is None else given
-    optimizer = adamw(model.parameters())
+    optimizer = make(model.parameters())
     losses = []
     for inputs, targets in batches(steps):
         optimizer.zero_grad()

@@ -97,6 +97,17 @@ def test_the_ranks_of_one_replica_may_ask_for_a_state_dict(tmp_path):
             assert_same(state["state"][number], kept, rtol=1e-4, atol=1e-5)
 
 
+def marked_as_whole(parameters):
+    model, _ = begin(parameters)
+    state = net().state_dict()
+    model.load_state_dict({**state, "_smp_is_partial": False}, strict=True)
+    assert_same(model.state_dict(), state)
+
+
+def test_a_state_dict_may_say_that_it_is_whole():
+    on_ranks(marked_as_whole, 1, {})
+
+
 def whole_again(parameters):
     model, optimizer = begin(parameters)
     steps(model, optimizer, batches()[:2])

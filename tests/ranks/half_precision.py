@@ -158,7 +158,7 @@ def half_rank(
     engine.attach(model, [optimizer])
     norms = train(engine, model, optimizer, name, range(STEPS), max_norm, reduces)
     state, of_optimizer = engine.saved.full_state_dict(), engine.saved.full_optimizer_state(optimizer)
-    units = [unit.name for unit in engine._units]
+    units = [unit.name for unit in engine.layout.units]
     engine.detach()
     restored = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     engine.close()

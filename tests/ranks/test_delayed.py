@@ -297,7 +297,7 @@ def bytes_while_a_share_is_taken(
     found: list[int] = []
     monkeypatch.setattr(LocalModel, "__init__", counted)
     engine.train_step(model.loss, batch(0), loss_of=loss_of)
-    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
+    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine.layout.units]
     return counter.most, found[0], max(units), sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -223,7 +223,7 @@ def bytes_of_the_first_step(
     """Most bytes while all is decided, and while the share is taken; those of the share, of a unit, and of all."""
     model = on_meta(lambda: LARGE[name]())
     engine = engine_for(model, tp=tp, **options)
-    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
+    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine.layout.units]
     total = sum(parameter.nbytes for parameter in model.parameters())
     deciding, taking = LivingBytes(), LivingBytes()
     found: list[int] = []

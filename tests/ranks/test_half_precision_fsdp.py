@@ -103,7 +103,7 @@ def ours(microbatches: int, options: dict[str, Any]) -> Any:
     engine = Engine(SMPConfig(pipeline_parallel_degree=1, microbatches=microbatches, bf16=True, **options))
     engine.gradients_are_seen = True
     engine.attach(model, [optimizer])
-    assert [unit.name for unit in engine._units] == UNITS
+    assert [unit.name for unit in engine.layout.units] == UNITS
     losses, gradients = [], []
     for step in range(STEPS):
         result = engine.train_step(model.loss, tokens_for(step), loss_of=lambda loss: loss)

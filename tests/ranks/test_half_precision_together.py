@@ -128,7 +128,7 @@ def with_statistics(options: dict[str, Any]) -> Any:
     engine = Engine(SMPConfig(**options))
     optimizer = SGD(model.parameters(), 0.1)
     engine.attach(model, [optimizer])
-    assert [unit.name for unit in engine._units] == UNITS
+    assert [unit.name for unit in engine.layout.units] == UNITS
     for step in range(3):
         result = engine.train_step(model.loss, deep_batch(step), loss_of=lambda loss: loss)
         model.zero_grad()

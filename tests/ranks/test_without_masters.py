@@ -59,7 +59,7 @@ def adapted(options: dict[str, Any], dtype: torch.dtype) -> Any:
     optimizer = SGD(trained, 0.5)
     engine = Engine(SMPConfig(**options))
     engine.attach(model, [optimizer])
-    assert [unit.name for unit in engine._units] == UNITS
+    assert [unit.name for unit in engine.layout.units] == UNITS
     for step in range(3):
         result = engine.train_step(model.loss, batch_for("text", step, SAMPLES), loss_of=lambda loss: loss)
         optimizer.zero_grad()

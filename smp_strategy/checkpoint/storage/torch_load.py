@@ -6,7 +6,8 @@ paths, spans of time. They are values and run nothing when they are made, so the
 (:func:`allowing_plain_values`).
 
 Objects of other classes would be written and never read again, so :func:`check_content` refuses them before they are
-written. :func:`load_file` maps a file of ``torch.save``, by any program; its values are read when they are used.
+written. :func:`plain_content` converts the harmless ones that scripts have without noticing. :func:`load_file` maps a
+file of ``torch.save``, by any program; its values are read when they are used.
 """
 
 import collections
@@ -18,18 +19,19 @@ import re
 import typing
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
 from smp_strategy.errors import CheckpointError, ConfigError, DamagedError
 
-__all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file"]
+__all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file", "plain_content"]
 
 # PyTorch's messages that name the class or function.
 _NAMED = (
@@ -95,6 +97,28 @@ _REMEDIES: Final = {
     "omegaconf": "Convert it: `OmegaConf.to_container(...)`.",
 }
 _REMEDY: Final = "Give its state instead, for example `scheduler.state_dict()` or `vars(args)`."
+
+
+def plain_content(value: Any, name: str, note: Callable[[str], None]) -> Any:
+    """Content with numbers of numpy as those of Python, and configurations of Transformers as dicts.
+
+    Args:
+        value: Value to be written.
+        name: Its name, for messages.
+        note: Called with a sentence about each configuration.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in _MAPPINGS:
+        return type(value)(
+            (plain_content(k, name, note), plain_content(v, f"{name}[{k!r}]", note)) for k, v in value.items()
+        )
+    if type(value) in _SEQUENCES:
+        return type(value)(plain_content(each, f"{name}[{number}]", note) for number, each in enumerate(value))
+    if hasattr(value, "to_dict") and any(each.__module__.startswith("transformers.") for each in type(value).__mro__):
+        note(f"`{name}`, a {type(value).__name__}, is written as a dict (`to_dict`), and a dict when it is loaded.")
+        return plain_content(value.to_dict(), name, note)
+    return value
 
 
 def check_content(value: Any, name: str) -> None:

@@ -14,6 +14,7 @@ SageMaker's library has one model in a process. Here the model is given, or it i
 process runs (:mod:`smp_strategy.engine.active_engines`).
 """
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
-from smp_strategy.checkpoint.storage.torch_load import check_content
+from smp_strategy.checkpoint.storage.torch_load import check_content, plain_content
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.active_engines import attached
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["resume_from_checkpoint", "save_checkpoint"]
+
+_LOG: Final = logging.getLogger("smp_strategy")
 
 # Keys of the engine's own state and of the user's content in a partial checkpoint.
 _ENGINE: Final = "smp_strategy"
@@ -77,7 +80,8 @@ def save_checkpoint(
         model: ``None``: the only one that an engine of this process runs, with all optimizers that train it.
         optimizer: one or several; ``None`` beside a model: weights only.
         user_content: further state of the run, of which rank 0's is written: dicts, lists, tuples and sets of tensors,
-            numbers, strings, bytes and ``None``.
+            numbers, strings, bytes and ``None``. Numbers of numpy are written as those of Python, and configurations
+            of Transformers as dicts.
         translate_if_full: accepted for scripts of SageMaker's library, without effect: names are always those of the
             model.
         num_kept_partial_checkpoints: number of partial checkpoints to keep, the newest ones; ``None``: all.
@@ -96,6 +100,7 @@ def save_checkpoint(
         folder = TaggedFolder(Path(path), tag)
         folder.check_limit(num_kept_partial_checkpoints)
         if engine.mesh.rank == 0:
+            user_content = plain_content(user_content, _CONTENT, current_run().note if is_initialized() else _LOG.info)
             check_content(user_content, _CONTENT)
     if partial:
         _save_partial(engine, optimizers, folder, user_content)

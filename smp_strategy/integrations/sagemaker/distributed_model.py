@@ -8,6 +8,7 @@ from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
@@ -60,8 +61,9 @@ class HookHandle:
 class DistributedModel(LocalParts):
     """A model whose calls in functions with ``@smp.step`` run over the ranks.
 
-    Partition and placement happen in the first step, as in SageMaker's library if it has a pipeline. The module itself
-    stays the same object, with the same names.
+    Partition and placement happen in the first step, as in SageMaker's library if it has a pipeline: stages and
+    checkpointing may be set until then. The module itself stays the same object, with the same names. With ``fp16`` or
+    ``bf16`` its parameters become float32 masters, also those that were made in half precision.
 
     Args:
         module: the model, whole on every rank, or on the meta device under ``smp.delay_param_initialization``.
@@ -118,15 +120,23 @@ class DistributedModel(LocalParts):
         self._post_step: list[Hook] = []
         self._was_told = False
         self._same_batches = SameBatches(run)
-        # Meta tensors get their values later, on their own stage.
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
+        module._apply(self._prepared)
         self._start(config)
         run.models.append(self)
 
-    def _start(self, config: SMPConfig) -> None:
+    def _start(self, config: SMPConfig, optimizers: Sequence[Optimizer] = ()) -> None:
         run = current_run()
         self._engine = Engine(config, report=run.report, device=run.device)
-        self._engine.attach(self.module)
+        self._engine.attach(self.module, optimizers, is_placed=False)
+
+    @staticmethod
+    def _prepared(tensor: Tensor) -> Tensor:
+        """A parameter or buffer on the device, in float32 if it is the master of half precision."""
+        run = current_run()
+        if (run.config.fp16 or run.config.bf16) and tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor = tensor.float()
+        # Meta tensors get their values later, on their own stage.
+        return tensor if tensor.is_meta else tensor.to(run.device)
 
     @property
     def engine(self) -> Engine:
@@ -283,8 +293,7 @@ class DistributedModel(LocalParts):
             optimizers = self._engine.optimizers
             self._engine.detach()
             self._engine.close()
-            self._start(config)
-            self._engine.attach(self.module, optimizers)
+            self._start(config, optimizers)
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -38,10 +38,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     keep_short()
     device = choose_device()
     ensure_process_group(device)
-    given = read_sagemaker(config, world_size=dist.get_world_size())
-    launched = read_sagemaker(given_parameters(os.environ), world_size=dist.get_world_size())
-    if launched.parameters:
-        given = read_sagemaker({**given.parameters, **launched.parameters}, world_size=dist.get_world_size())
+    given = read_sagemaker(config, launched=given_parameters(os.environ), world_size=dist.get_world_size())
     begin_run()
     speak(OF_SAGEMAKER)
     run = RunState(given, device)

@@ -75,10 +75,10 @@ def local_model_state(model: "DistributedModel") -> dict[str, Any]:
 def load_model_state(model: "DistributedModel", state: Mapping[str, Any], *, strict: bool) -> None:
     """Load a state dict of the whole model, or this rank's part of one, which is collective."""
     engine = model.engine
-    if PARTIAL in state:
-        part = {name: value for name, value in state.items() if name != PARTIAL}
-        state = _gathered(part, "`model.load_state_dict`", _group(engine))
-    engine.saved.load_state_dict(dict(state), strict=strict)
+    values = {name: value for name, value in state.items() if name != PARTIAL}
+    if state.get(PARTIAL):
+        values = _gathered(values, "`model.load_state_dict`", _group(engine))
+    engine.saved.load_state_dict(values, strict=strict)
 
 
 def _model_part(engine: Engine) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class StepInputs:
         flat = [list(leaves) for leaves, _ in self._flat]
         for key, (argument, leaf, axis) in self._places.items():
             value = microbatch[key]
+            if isinstance(value, _Slicer):  # the batch is one microbatch, which nobody has cut
+                value = value.smp_slice(1, 0, axis)
             is_moved = axis and isinstance(value, Tensor) and value.ndim > axis
             flat[argument][leaf] = value.movedim(0, axis) if is_moved else value
         values = [

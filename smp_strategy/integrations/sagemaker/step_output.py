@@ -1,7 +1,8 @@
 """Step output: a tensor of each microbatch, and ways to join them.
 
-What a function with ``@smp.step`` returns keeps its structure: each tensor in it becomes a :class:`StepOutput`, and any
-other value a list with one item per microbatch.
+The result of a function with ``@smp.step`` keeps its structure: tuples, lists, dicts and other containers stay what
+they are, each tensor in them becomes a :class:`StepOutput`, and any other value a list with one item per microbatch.
+A container that differs between microbatches (another length, say) is such a value, too.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.model.trace.opened_objects import is_opened_value
-from smp_strategy.model.trace.pytree import flatten, flatten_output
+from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["StepOutput", "over_microbatches"]
 
@@ -76,30 +77,26 @@ def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
         results: result of each microbatch.
         sizes: number of samples in each.
     """
-    if all(result is None for result in results):
-        return None
-    flat = [_flattened(result) for result in results]
+    flat = [flatten(result, _is_size, is_opened_value) for result in results]
+    if any(structure != flat[0][1] for _, structure in flat):
+        flat = [_opened(result) for result in results]
     structure = flat[0][1]
-    if any(other != structure for _, other in flat):
-        return list(results)
-    joined = [_joined(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    if structure.is_leaf() or any(other != structure for _, other in flat):
+        return _joined(results, sizes)
+    joined = [over_microbatches(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return pytree.tree_unflatten(joined, structure)
 
 
-def _flattened(result: Any) -> tuple[list[Any], Any]:
-    """Leaves of a result: tensors, and values without any tensor, which may be containers."""
-    if _has_no_tensor(result):
-        return pytree.tree_flatten(result, lambda node: True)
-    if type(result) in (tuple, list, dict):
-        return flatten(result, _has_no_tensor, is_opened_value)
-    return flatten_output(result)
+def _opened(result: Any) -> tuple[list[Any], Any]:
+    """Direct contents of a container."""
+    return flatten(result, lambda node: node is not result)
 
 
-def _has_no_tensor(value: Any) -> bool:
-    return not any(isinstance(leaf, Tensor) for leaf in flatten_output(value)[0])
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if all(isinstance(value, Tensor) for value in values):
+        return StepOutput(values, sizes)
+    return None if all(value is None for value in values) else list(values)
 
 
-def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
-        return StepOutput(leaves, sizes)
-    return list(leaves)
+def _is_size(node: Any) -> bool:
+    return type(node) is torch.Size

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from smp_strategy import ConfigError, SMPConfig
+from smp_strategy.config.sagemaker_keys import V1, V2
 from smp_strategy.config.sagemaker_options import read_sagemaker
 
 ESTIMATOR = {
@@ -85,25 +86,82 @@ def test_variables_win(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"microbatch": 2}, "`microbatch` is no parameter of SageMaker's .* Did you mean `microbatches`"),
+        ({"microbatch": 2}, "`microbatch` is no key of `parameters`. Did you mean `microbatches`"),
         ({"ddp": True, "horovod": True}, "`ddp` and `horovod` are both True"),
         ({"ddp_port": 1}, "`ddp_port` needs `ddp`"),
-        ({"ddp": True, "ddp_dist_backend": "gloo"}, "`ddp_dist_backend` must be auto or nccl"),
+        ({"ddp": True, "ddp_dist_backend": "gloo"}, "`ddp_dist_backend` must be auto or nccl, but is 'gloo'"),
         ({"ddp": False, "tensor_parallel_degree": 2}, r"`tensor_parallel_degree` \(2\) needs replicas"),
         ({"partitions": 2, "pipeline_parallel_degree": 4}, "are the same, but they differ"),
         ({"pipeline": "_only_forward"}, "`pipeline` must be one of"),
-        ({"partitions": 0}, "`pipeline_parallel_degree` must be at least 1"),
+        ({"partitions": 0}, "`pipeline_parallel_degree` must be a whole number from 1 on, but is 0"),
         ({"modelparallel": {"enabled": False}}, "`modelparallel` is not enabled"),
         ({"smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}}}, "exclude each"),
         ({"hybrid_shard_degree": 2, "context_parallel_degree": 2}, "sequences are not split over ranks"),
-        ({"hybrid_shard_degree": 2, "partitions": 2}, "`pipeline_parallel_degree` is no parameter"),
-        ({"dataparallel": {"enabled": True, "bucket": 1}}, "`dataparallel` has `bucket`"),
+        ({"hybrid_shard_degree": 2, "partitions": 2}, "`pipeline_parallel_degree` is no key"),
+        ({"dataparallel": {"enabled": True, "bucket": 1}}, "`bucket` is no key of `dataparallel`"),
         (3, "must be a dict"),
+        ({"smdistributed": None}, "`smdistributed` must be a dict, but is None"),
+        ({"smdistributed": "x"}, "`smdistributed` must be a dict"),
+        ({"smdistributed": {"modelparallel": "x"}}, "`modelparallel` must be a dict, but is 'x'"),
+        ({"dataparallel": 1}, "`dataparallel` must be a dict"),
+        ({**ESTIMATOR, "mpi": "x"}, "`mpi` must be a dict"),
+        ({**ESTIMATOR, "mpi": {"processes_per_host": -1}}, "`processes_per_host` must be a whole number from 1"),
+        ({**ESTIMATOR, "mpi": {"hosts": 2}}, "`hosts` is no key of `mpi`"),
+        ({**ESTIMATOR, "modelparallel": {}}, "`modelparallel` is no key of `distribution`"),
+        ({"modelparallel": {"enabled": "yes"}}, "`enabled` must be True or False, but is 'yes'"),
+        ({"modelparallel": {"enabled": True, "parametres": {}}}, "Did you mean `parameters`"),
+        ({"modelparallel": {"enabled": True, "parameters": None}}, "`parameters` must be a dict, but is None"),
+        ({"modelparallel": {"enabled": True, "parameters": {"parameters": {}}}}, "`parameters` is no key"),
+        ({1: 2}, "`1` is no key of `parameters`"),
+        ({"hybrid_shard_degree": 0, "tensor_parallel_degree": "2"}, "`tensor_parallel_degree` must be a whole number"),
+        ({"hybrid_shard_degree": 2, "activation_loading_horizon": 0}, "`activation_loading_horizon` must be a whole"),
+        ({"microbatches": 0, "ddp": "yes"}, "(?s)`microbatches` must be .*`ddp` must be True or False, but is 'yes'"),
     ],
 )
 def test_mistakes_are_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         SMPConfig.from_sagemaker(given)
+
+
+VALUES = [None, "x", "2", -1, 1.5, [], {}, float("nan"), 2**70]
+TAKE_MORE = {"partition_file": (None, "x", "2"), "memory_weight": (None,), "sdp_gradient_clipping": (1.5, 2**70)}
+
+
+@pytest.mark.parametrize("more", [{}, {"sharded_data_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
+def test_no_value_of_a_wrong_kind_gets_through(more):
+    for keys, others in ((V1, {"ddp": True, **more}), (V2, {"hybrid_shard_degree": 2})):
+        for name in keys:
+            for value in VALUES:
+                if value in TAKE_MORE.get(name, ()):
+                    continue
+                with pytest.raises(ConfigError, match=f"`{name}`"):
+                    SMPConfig.from_sagemaker({**others, name: value})
+
+
+def test_flags_of_hyperparameters_may_be_numbers():
+    config = SMPConfig.from_sagemaker({"shard_optimizer_state": 1, "skip_tracing": 0})
+    assert config.shard_optimizer_state is True
+    assert config.skip_tracing is False
+
+
+def test_the_default_partition_has_no_effect_beside_an_automatic_one():
+    for more in ({"auto_partition": True}, {}):
+        read = read_sagemaker({"partitions": 2, "default_partition": 0, **more})
+        assert "default_partition" not in read.options
+        assert not any("default_partition" in note for note in read.notes)
+    assert any("`default_partition`" in note for note in read_sagemaker({"default_partition": 1}).notes)
+
+
+def test_a_limit_of_gathered_parameters_holds():
+    given = {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_max_live_parameters": 1000}
+    config = SMPConfig.from_sagemaker(given)
+    assert (config.sdp_max_live_parameters, config.sdp_gather) == (1000, "use")
+
+
+def test_a_strange_number_of_ranks_is_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be the number of ranks, but is 'abc'"):
+        SMPConfig.from_sagemaker({"hybrid_shard_degree": 0})
 
 
 def test_version_2_is_read(monkeypatch):

@@ -1,5 +1,7 @@
 """Variables of SageMaker's containers."""
 
+import json
+
 import pytest
 
 from smp_strategy import ConfigError
@@ -13,6 +15,27 @@ def test_parameters_are_a_dict_or_a_path():
     assert given_parameters({"SM_HP_MP_PARAMETERS": "/opt/ml/input/a.json"}) == "/opt/ml/input/a.json"
     with pytest.raises(ConfigError, match="SM_HP_MP_PARAMETERS must be a dict as JSON"):
         given_parameters({"SM_HP_MP_PARAMETERS": "{partitions}"})
+
+
+def test_parameters_may_be_among_the_hyperparameters():
+    inside = {"epochs": 1, "mp_parameters": {"partitions": 2}}
+    assert given_parameters({"SM_HPS": json.dumps(inside)}) == {"partitions": 2}
+    as_text = {"mp_parameters": '{"partitions": 4}'}
+    assert given_parameters({"SM_HPS": json.dumps(as_text)}) == {"partitions": 4}
+    assert given_parameters({"SM_HPS": json.dumps(as_text), "SM_HP_MP_PARAMETERS": "{}"}) == {}
+    for empty in ("", "{}", '{"mp_parameters": ""}', '{"epochs": 1}'):
+        assert given_parameters({"SM_HPS": empty}) is None
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "epochs"])
+def test_hyperparameters_that_are_no_dict_are_refused(text):
+    with pytest.raises(ConfigError, match="SM_HPS must be"):
+        given_parameters({"SM_HPS": text})
+
+
+def test_hosts_that_are_no_json_are_refused():
+    with pytest.raises(ConfigError, match="SM_HOSTS must be JSON"):
+        set_launch_variables({"OMPI_COMM_WORLD_RANK": "0", "SM_HOSTS": "algo-1"})
 
 
 def test_ranks_of_mpirun_become_those_of_torchrun():

@@ -1,0 +1,122 @@
+"""``smp run script.py``: a script of SageMaker's libraries, without an edit.
+
+Such a script imports ``smdistributed.modelparallel.torch`` or ``smdistributed.dataparallel.torch``. Before it starts,
+these names are given to ``smp_strategy.smp`` and ``smp_strategy.smddp``, the modules above this package. Where the real
+library is installed nothing is given away, so that no script runs on another library than it seems to.
+``torch.sagemaker`` (version 2) is refused: it wraps PyTorch's FSDP, which the engine takes the place of.
+
+Processes that Python starts anew (``spawn``) import the script under its own names again, and fail.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from smp_strategy.errors import ConfigError, UnsupportedError
+
+__all__ = ["install_names", "main", "run"]
+
+# The latest release with the names of `smp_strategy.smp`; scripts print it, and compare it.
+_VERSION: Final = "1.15.0"
+_MODEL, _DATA = "smdistributed.modelparallel", "smdistributed.dataparallel"
+_USAGE: Final = "python -m smp_strategy.smp script.py [arguments]"
+
+
+def run(given: Namespace) -> int:
+    """Run ``smp run``."""
+    return main([given.script, *given.arguments])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script as ``__main__``.
+
+    Args:
+        arguments: the script and its arguments.
+
+    Returns:
+        Exit status: 0, or 2 if the script cannot be started. Errors of the script itself are raised.
+    """
+    try:
+        if not arguments:
+            raise ConfigError(f"There is no script. Usage: {_USAGE}.")
+        script = arguments[0]
+        if not os.path.isfile(script):
+            raise ConfigError(f"There is no script {script}. Give the path of a Python file: {_USAGE}.")
+        install_names()
+    except ConfigError as error:
+        print(f"smp run: {error}", file=sys.stderr)
+        return 2
+    sys.argv[:] = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{error.name}.".startswith("torch.sagemaker."):
+            raise
+        raise UnsupportedError(
+            f"The script imports `{error.name}`, of version 2 of SageMaker's library, which wraps PyTorch's FSDP. It "
+            "is not there: docs/sagemaker.md has a table of what becomes of its calls."
+        ) from error
+    return 0
+
+
+def install_names() -> None:
+    """Make SageMaker's names importable.
+
+    Raises:
+        ConfigError: the real library is installed.
+    """
+    present = sys.modules.get("smdistributed")
+    is_real = importlib.util.find_spec("smdistributed") if present is None else present.__file__ != __file__
+    if is_real:
+        raise ConfigError(
+            "SageMaker's library (`smdistributed`) is installed, so its names are not given to smp_strategy. Start the "
+            "script with `python`, which runs that library, or uninstall it."
+        )
+    sys.modules.update(_modules())
+
+
+def _modules() -> dict[str, ModuleType]:
+    """Modules under SageMaker's names, packages first."""
+    smp: Any = import_module("smp_strategy.smp")
+    smddp: Any = import_module("smp_strategy.smddp")
+
+    def of_rank(text: str) -> str:
+        return f"[{smp.rank()}] {text}" if smp.is_initialized() else text
+
+    found: dict[str, ModuleType] = {
+        "smdistributed": _made("smdistributed"),
+        _MODEL: _made(_MODEL, __version__=_VERSION),
+        f"{_MODEL}.torch": smp,
+        f"{_MODEL}.torch.state_mod": _made(f"{_MODEL}.torch.state_mod", state=smp.state),
+        f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=of_rank),
+        _DATA: _made(_DATA),
+        f"{_DATA}.torch": _made(f"{_DATA}.torch"),
+        f"{_DATA}.torch.torch_smddp": smddp,
+        f"{_DATA}.torch.distributed": smddp,
+        f"{_DATA}.torch.parallel": _made(
+            f"{_DATA}.torch.parallel", DistributedDataParallel=smddp.DistributedDataParallel
+        ),
+        f"{_DATA}.torch.parallel.distributed": smddp,
+    }
+    prefix = f"{smp.__name__}."
+    of_smp: Mapping[str, Any] = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
+    found.update({f"{_MODEL}.torch.{name.removeprefix(prefix)}": module for name, module in of_smp.items()})
+    for name, module in found.items():  # `import a.b.c` binds `a` only, and reads the rest from it
+        parent, _, last = name.rpartition(".")
+        if parent and not hasattr(found[parent], last):
+            setattr(found[parent], last, module)
+    return found
+
+
+def _made(name: str, **contents: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update({"__path__": [], "__file__": __file__, "__spec__": ModuleSpec(name, None), **contents})
+    return module
