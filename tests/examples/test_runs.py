@@ -1,4 +1,4 @@
-"""Whole runs: ``examples/train.py`` from the command line."""
+"""Whole runs: ``examples/train.py`` from the command line, with Lightning's launcher, in sweeps and under torchrun."""
 
 import csv
 import json
@@ -10,25 +10,29 @@ import pytest
 import torch
 from scripts import run_script
 
+from tests.interpreters import forked_interpreters
+
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "train.py"
 
 # A model and data so small that a run takes seconds; two epochs of two steps.
-SMALL = ["data.train_windows=32", "data.val_windows=16", "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
-SMALL_GPT = ["model.model.layers=4", "model.model.width=48", *SMALL]
+SMALL_TEXT = ["data.train_windows=32", "data.val_windows=16", "data.max_bytes=1000000"]
+SMALL = [*SMALL_TEXT, "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
+SMALL_GPT = ["model.model.layers=2", "model.model.width=48", *SMALL]
 
 
 def run(folder, *command):
     """Run ``command`` with this Python in ``folder``; what it told the user."""
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    with forked_interpreters():
+        result = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=280,
+        )
     assert result.returncode == 0, result.stdout[-3000:]
     return result.stdout
 
@@ -139,8 +143,8 @@ def test_a_partition_written_by_hand_is_loaded_from_the_command_line(tmp_path):
         "smp=pp2",
         "smp.load_partition=true",
         f"smp.partition_file={path}",
-        *SMALL,
-        *("model.model.layers=2", "model.model.width=48", "trainer.max_steps=1"),
+        *SMALL_GPT,
+        "trainer.max_steps=1",
         ranks=2,
     )
     # Long cells are wrapped: the rows that go on have no number.
