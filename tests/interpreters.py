@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch  # noqa: F401  (what is imported here need not be in forks)
 import torch
 
 from smp_strategy.config import start_folder
@@ -145,9 +146,10 @@ _folders: set[str] = set()
 def _forget_logging() -> None:
     logging.root.handlers.clear()
     for name in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning"):
-        logger = logging.getLogger(name)
-        # As they do when they are imported where nobody logs; pytest does.
-        logger.handlers, logger.propagate = [logging.StreamHandler()], False
+        if name in sys.modules:
+            # As they do when they are imported where nobody logs; pytest does.
+            logger = logging.getLogger(name)
+            logger.handlers, logger.propagate = [logging.StreamHandler()], False
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:

@@ -28,10 +28,11 @@ def losses_of(folder, *overrides, ranks=1):
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_losses_are_those_of_one_process_in_all_layouts(tuning, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_process_in_all_layouts(layout, tuning, tmp_path):
     expected = losses_of(tmp_path / "single", "smp=single", f"tuning={tuning}", "batch_size=16")
     assert len(expected) == 3
     assert expected[-1] < expected[0]
-    for layout, (ranks, batch_size) in LAYOUTS.items():
-        options = (f"smp={layout}", f"tuning={tuning}", f"batch_size={batch_size}")
-        assert losses_of(tmp_path / layout, *options, ranks=ranks) == pytest.approx(expected, rel=TOLERANCE), layout
+    ranks, batch_size = LAYOUTS[layout]
+    options = (f"smp={layout}", f"tuning={tuning}", f"batch_size={batch_size}")
+    assert losses_of(tmp_path / layout, *options, ranks=ranks) == pytest.approx(expected, rel=TOLERANCE)
