@@ -94,9 +94,13 @@ class Size(NamedTuple):
     """How often both sides are built where stages compute."""
     steps: int
     """In a row."""
+    width: int = 384
+    """Of what computes."""
+    vocabularies: tuple[int, int] = (1024, 16384)
+    """Of what computes: where the cut is given, and where it is chosen."""
 
 
-USUAL, QUICK = Size(0.2, 512, 3, 5, 3, 5), Size(0.01, 16, 1, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 512, 3, 5, 3, 5), Size(0.01, 16, 1, 1, 1, 2, 48, (64, 1024))
 # What either side does between passes weighs twice as much here.
 SHORT = USUAL._replace(length=256, compute_rounds=7, constructions=4)
 
@@ -162,15 +166,17 @@ def settings(num_ranks: int, size: Size = USUAL) -> Iterator[Setting]:
     for sleeps, num_microbatches in ((False, 4), (True, 2 * num_ranks)):
         for placement, schedules in CUTS:
             units = (size.stage_seconds / placement.num_chunks,) * (num_ranks * placement.num_chunks)
+            vocabulary = size.vocabularies[0]
+            gpt = GPT(vocabulary, separates_ends=False, length=size.length, width=size.width)
             yield Setting(
-                workload=Sleepers(units) if sleeps else GPT(1024, separates_ends=False, length=size.length),
+                workload=Sleepers(units) if sleeps else gpt,
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
                 schedules=schedules,
                 placement=placement,
             )
     for workload, num_microbatches in (
-        (GPT(16384, separates_ends=True, length=size.length), 4),
+        (GPT(size.vocabularies[1], separates_ends=True, length=size.length, width=size.width), 4),
         (Sleepers(uneven), 2 * num_ranks),
     ):
         yield Setting(

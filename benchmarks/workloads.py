@@ -48,7 +48,7 @@ class Chain(nn.Module):
 
 
 class GPT(NamedTuple):
-    """What computes: 8 blocks."""
+    """What computes."""
 
     vocabulary: int
     separates_ends: bool
@@ -56,10 +56,11 @@ class GPT(NamedTuple):
     length: int
     """Tokens of each of the two samples of a microbatch."""
     width: int = 384
+    num_blocks: int = 8
 
     def model(self) -> Chain:
         embedding, head = nn.Embedding(self.vocabulary, self.width), nn.Linear(self.width, self.vocabulary, bias=False)
-        first, *blocks, last = [Block(self.width) for _ in range(8)]
+        first, *blocks, last = [Block(self.width) for _ in range(self.num_blocks)]
         if self.separates_ends:
             return Chain([embedding, first, *blocks, last, head])
         return Chain([nn.Sequential(embedding, first), *blocks, nn.Sequential(last, head)])

@@ -4,6 +4,7 @@ Byte-level models need no tokenizer, so a text is one long tensor of bytes. The 
 out for validation.
 """
 
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,11 +39,23 @@ def standard_library() -> Iterator[bytes]:
     from pydoc_data.topics import topics
 
     yield "\n\n".join(text for _, text in sorted(topics.items())).encode()
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
-    for path in sorted(root.rglob("*.py")):
-        if skipped.isdisjoint(path.relative_to(root).parts):
-            yield path.read_bytes()
+    for path in modules(sysconfig.get_path("stdlib")):
+        yield path.read_bytes()
+
+
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
+
+
+def modules(folder: str) -> Iterator[Path]:
+    """The modules below ``folder``, by their names; folders that are skipped may be large and are not looked into."""
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in SKIPPED:
+                yield from modules(entry.path)
+        elif entry.name.endswith(".py"):
+            yield Path(entry.path)
 
 
 def read_folder(path: Path) -> Iterator[bytes]:

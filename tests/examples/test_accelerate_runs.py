@@ -17,6 +17,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 from accelerate_train import METRICS, Options, train
 from smp_strategy.testing import run_ranks
+from tests.interpreters import forked_interpreters
 from tracking import CSVTracker
 
 ROOT = Path(__file__).parents[2]
@@ -66,17 +67,16 @@ def test_the_script_under_the_launcher_trains_like_one_process(alone, tmp_path):
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
     file, script = ROOT / "configs" / "accelerate" / "cpu_4.yaml", ROOT / "examples" / "accelerate_train.py"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), str(script)]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*launcher, *arguments, "--output=out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    with forked_interpreters():
+        done = subprocess.run(
+            [*launcher, *arguments, "--output=out"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=280,
+        )
     told = done.stdout
     assert done.returncode == 0, told[-3000:]
     same(metrics(tmp_path / "out"), metrics(alone))

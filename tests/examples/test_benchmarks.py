@@ -78,7 +78,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(len(SCRIPTS))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_ends_with_its_figures(script, tmp_path):
     arguments, names = SCRIPTS[script]

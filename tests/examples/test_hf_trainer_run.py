@@ -11,6 +11,8 @@ import torch
 import yaml
 from transformers import BertConfig, BertForSequenceClassification
 
+from tests.interpreters import forked_interpreters
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--layers=3", "--hidden_size=16", "--train_samples=64", "--eval_samples=32", "--disable_tqdm=true"]
 
@@ -20,10 +22,11 @@ TOLERANCE = 1e-4
 
 def run(folder, *command, epochs, options=()):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SMP_", "ACCELERATE_"))}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     options = [*SMALL, *options, f"--output_dir={folder}", f"--num_train_epochs={epochs}"]
     command = [sys.executable, *command, str(ROOT / "examples" / "hf_trainer.py"), *options]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=110)
+    with forked_interpreters():
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

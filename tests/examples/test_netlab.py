@@ -68,8 +68,7 @@ def test_it_ends_with_the_worst_exit_code_and_leaves_nothing_behind():
     assert nodes() == before
 
 
-@needs_namespaces
-def test_replicas_are_compared_on_one_node_and_on_two(tmp_path):
+def compare_replicas(tmp_path):
     told = run_script(tmp_path, NETLAB.parent / "data_parallel.py", "--nodes", "--quick")
     found = json.loads(told.splitlines()[-1])
     assert found.keys() == {
@@ -80,13 +79,18 @@ def test_replicas_are_compared_on_one_node_and_on_two(tmp_path):
     assert found["slow_link_bytes_over_bound"] < 1.1 < found["ddp_bytes_over_bound"]
 
 
-@needs_namespaces
-def test_several_connections_are_faster_where_each_has_a_limit():
+def compare_connections(tmp_path):
     options = ("--ranks-per-node", "1", "--rate", "800mbit", "--per-connection", "100mbit")
     script = f"{sys.executable} {NETLAB.parent / 'connections.py'} --quick"
     done = netlab(script, *options)
     # The link makes it so, not the processor: four at most, and two of them may share a class.
     assert json.loads(done.stdout.splitlines()[-1])["several_over_one"]["4"] > 1.5
+
+
+@needs_namespaces
+@pytest.mark.parametrize("compare", [compare_replicas, compare_connections])
+def test_two_nodes_are_what_benchmarks_take_them_for(compare, tmp_path):
+    compare(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole runs: ``examples/train.py`` from the command line."""
+"""Whole runs: ``examples/train.py`` from the command line, with Lightning's launcher, in sweeps and under torchrun."""
 
 import csv
 import json
@@ -10,25 +10,29 @@ import pytest
 import torch
 from scripts import run_script
 
+from tests.interpreters import forked_interpreters
+
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "train.py"
 
 # A model and data so small that a run takes seconds; two epochs of two steps.
-SMALL = ["data.train_windows=32", "data.val_windows=16", "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
-SMALL_GPT = ["model.model.layers=4", "model.model.width=48", *SMALL]
+SMALL_TEXT = ["data.train_windows=32", "data.val_windows=16", "data.max_bytes=1000000"]
+SMALL = [*SMALL_TEXT, "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
+SMALL_GPT = ["model.model.layers=2", "model.model.width=48", *SMALL]
 
 
 def run(folder, *command):
     """Run ``command`` with this Python in ``folder``; what it told the user."""
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    with forked_interpreters():
+        result = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=280,
+        )
     assert result.returncode == 0, result.stdout[-3000:]
     return result.stdout
 
@@ -76,23 +80,34 @@ def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(
     assert json.loads((tmp_path / "pp2" / "partition.json").read_text())
 
 
-def test_the_vision_transformer_trains_on_digits_in_a_pipeline(tmp_path):
-    told = train(tmp_path, "smp=pp2", "model=vit_hf", "data=digits", "trainer.max_steps=2", ranks=2)
-    assert "checkpoints/last.ckpt" in told
-    assert "sampled" not in told
+# A vision transformer on digits, and GPT-2 with tied embeddings on text.
+HUGGING_FACE = {
+    "vit_hf": ("data=digits", "trainer.max_steps=2", "model.config.num_hidden_layers=2"),
+    "gpt2_hf": ("model.config.n_layer=2", "model.config.n_embd=48", *SMALL),
+}
 
 
-def test_gpt2_with_tied_embeddings_trains_in_a_pipeline(tmp_path):
-    told = train(
-        tmp_path, "smp=pp2", "model=gpt2_hf", "model.config.n_layer=2", "model.config.n_embd=48", *SMALL, ranks=2
-    )
-    assert "sampled from best.ckpt" in told
-    assert len(validation_losses(tmp_path)) == 3
+@pytest.mark.parametrize("model", HUGGING_FACE)
+def test_models_of_hugging_face_train_in_a_pipeline(model, tmp_path):
+    told = train(tmp_path, "smp=pp2", f"model={model}", *HUGGING_FACE[model], ranks=2)
+    if model == "gpt2_hf":
+        assert "sampled from best.ckpt" in told
+        assert len(validation_losses(tmp_path)) == 3
+    else:
+        assert "checkpoints/last.ckpt" in told
+        assert "sampled" not in told
 
 
-def test_replicas_that_deal_out_the_optimizer_state_train_and_write_the_best_model(tmp_path):
-    told = train(tmp_path, "smp=zero1", "trainer.devices=2", *SMALL_GPT, ranks=2)
-    assert told.count("The state of the optimizers is dealt out over 2 replicas") == 1
+@pytest.mark.parametrize(
+    ("layout", "ranks", "said"),
+    [
+        ("zero1", 2, "The state of the optimizers is dealt out over 2 replicas"),
+        ("pp2_sdp2", 4, "4 ranks = pp 2 x dp_replicate 1 x dp_shard 2"),
+    ],
+)
+def test_replicas_that_share_state_train_and_write_the_best_model(layout, ranks, said, tmp_path):
+    told = train(tmp_path, f"smp={layout}", f"trainer.devices={ranks}", *SMALL_GPT, ranks=ranks)
+    assert told.count(said) == 1
     losses = validation_losses(tmp_path)
     assert losses[-1] < losses[0]
     state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
@@ -114,13 +129,6 @@ def test_shards_train_and_one_process_goes_on_from_their_checkpoint(tmp_path):
     assert state["global_step"] == 6
 
 
-def test_shards_of_stages_train_on_four_ranks(tmp_path):
-    told = train(tmp_path, "smp=pp2_sdp2", *SMALL_GPT, ranks=4)
-    assert told.count("4 ranks = pp 2 x dp_replicate 1 x dp_shard 2") == 1
-    losses = validation_losses(tmp_path)
-    assert losses[-1] < losses[0]
-
-
 def test_a_sweep_runs_one_layout_after_the_other_in_one_folder_each(tmp_path):
     run(tmp_path, TRAIN, "-m", "smp=pp2,single", f"hydra.sweep.dir={tmp_path}/sweep", *SMALL_GPT)
     first, second = (weights(tmp_path / "sweep" / number) for number in "01")
@@ -139,8 +147,8 @@ def test_a_partition_written_by_hand_is_loaded_from_the_command_line(tmp_path):
         "smp=pp2",
         "smp.load_partition=true",
         f"smp.partition_file={path}",
-        *SMALL,
-        *("model.model.layers=2", "model.model.width=48", "trainer.max_steps=1"),
+        *SMALL_GPT,
+        "trainer.max_steps=1",
         ranks=2,
     )
     # Long cells are wrapped: the rows that go on have no number.

@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel
 import sagemaker_digits
 import sagemaker_gpt
 import sagemaker_vit
+from tests.interpreters import forked_interpreters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSS = re.compile(r"^(?:epoch|step) .*loss (\S+)", re.MULTILINE)
@@ -35,15 +36,15 @@ def run(tmp_path, monkeypatch):
 def torchrun(folder, script, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SM_MODEL_DIR": str(folder)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)])
-    done = subprocess.run(
-        [*command, str(EXAMPLES / script), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    with forked_interpreters():
+        done = subprocess.run(
+            [*command, str(EXAMPLES / script), *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -1,4 +1,7 @@
-"""Scripts under ``accelerate launch``: layouts that the file or the environment chooses, on one machine and on two."""
+"""Scripts under ``accelerate launch``: layouts that the file or the environment chooses, on one machine and on two.
+
+The launcher starts real interpreters once; elsewhere they are forked.
+"""
 
 import os
 import re
@@ -18,6 +21,7 @@ from torch import nn
 from smp_strategy import SMPPlugin
 from smp_strategy.integrations.accelerate.plugin import ensure_group
 from smp_strategy.testing import free_port
+from tests.interpreters import forked_interpreters
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,8 +114,8 @@ def told(output):
 @pytest.fixture(scope="module")
 def plain_loss(tmp_path_factory):
     """The last loss of the same script in one process, under Accelerate as it is."""
-    process = begin(tmp_path_factory.mktemp("plain"), "script.py", ACCELERATE_USE_CPU="true")
-    code, output = end(process)
+    with forked_interpreters():
+        code, output = end(begin(tmp_path_factory.mktemp("plain"), "script.py", ACCELERATE_USE_CPU="true"))
     assert code == 0, output
     [line] = told(output)
     assert line.startswith("0 of 1: no stages, 1 replicas, loss ")
@@ -131,7 +135,8 @@ def test_two_machines_are_one_pipeline(plain_loss, tmp_path):
     for folder in folders:
         folder.mkdir()
     content = {**ON_CPU, **address, "smp_config": "pp2_mb2"}
-    launchers = [launch(folder, content, "--machine_rank", str(rank)) for rank, folder in enumerate(folders)]
+    with forked_interpreters():
+        launchers = [launch(folder, content, "--machine_rank", str(rank)) for rank, folder in enumerate(folders)]
     for rank, (code, output) in enumerate([end(launcher) for launcher in launchers]):
         assert code == 0, output
         assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}"]

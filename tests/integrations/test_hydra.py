@@ -20,6 +20,7 @@ from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.hydra import schema
 from smp_strategy.integrations.hydra.resolvers import agreed_start_time, divide, global_rank, with_rank
+from tests.interpreters import forked_interpreters
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -348,10 +349,9 @@ def test_the_rank_is_put_behind_a_name_once():
 
 
 def test_two_ranks_under_torchrun_share_one_run_directory(user_app):
-    result = run_app(
-        user_app, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "app.py",
-        "+smp_rundir=shared", "smp=pp2",
-    )  # fmt: skip
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with forked_interpreters():
+        result = run_app(user_app, *torchrun, "app.py", "+smp_rundir=shared", "smp=pp2")
     folders = {line for line in result.stdout.splitlines() if line.startswith("dir=")}
     assert len(folders) == 1, result.stderr
     [folder] = (user_app / "outputs").glob("*/*")
