@@ -40,6 +40,7 @@ from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
+from smp_strategy.pipeline.loss_weights import ProgramTerms
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
@@ -68,6 +69,7 @@ class MicrobatchInterpreter:
         expected: signatures of the events that the plan was made for; ``None`` without a plan.
         gate: gate at which it waits for earlier microbatches, if any.
         current: holder of the running program, which takes over operations on tensors of ended programs.
+        terms: terms of the loss; ``None``: they have no weights.
 
     Attributes:
         program_trace: trace of the calls that it makes.
@@ -85,6 +87,7 @@ class MicrobatchInterpreter:
         expected: Sequence[object] | None = None,
         gate: Gate | None = None,
         current: CurrentProgram | None = None,
+        terms: ProgramTerms | None = None,
     ) -> None:
         self.microbatch = microbatch
         router = functools.partial(Router, stage.stage_of, stage.num_stages)
@@ -100,6 +103,7 @@ class MicrobatchInterpreter:
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
+        self._terms = terms
         self._current = current or CurrentProgram()
         self._stage = stage.number
         self._shape_inference = stage.shape_inference
@@ -174,7 +178,12 @@ class MicrobatchInterpreter:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
         refuse_hidden(name, self)
-        result = self._call("op", name, Callee(function, function), args, kwargs)
+        weighted = None
+        if self._terms is not None:
+            weighted = self._terms.weighted(len(self.program_trace.events), function, args, kwargs)
+        result = self._call("op", name, Callee(function, function, compiled=weighted), args, kwargs)
+        if self._terms is not None:
+            self._terms.note(function, args, kwargs, result, weighted is not None)
         if self._gate is not None:
             self._gate.reach(len(self.program_trace.events))
         return result
@@ -210,6 +219,10 @@ class MicrobatchInterpreter:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        with NOTHING if self._terms is None else self._terms.aside():
+            return self._interpret(kind, name, callee, args, kwargs)
+
+    def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if is_under_transform():
             refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)

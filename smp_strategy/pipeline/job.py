@@ -11,6 +11,7 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.loss_weights import LossWeights
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["Job", "Step", "StepRun", "check_loss", "trace_of"]
@@ -33,6 +34,8 @@ class Job:
     only."""
     weights: Sequence[float] = ()
     """Factor of each microbatch's loss."""
+    loss_weights: LossWeights | None = None
+    """Weights of the terms of the losses; ``None``: they have none."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` without a plan."""
     gate: int | None = None

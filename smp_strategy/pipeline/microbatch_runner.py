@@ -7,6 +7,7 @@ step. The plan decides the order; a stage leaves it when a microbatch departs fr
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 from smp_strategy.model.rng import derive_seed
@@ -99,6 +100,7 @@ class MicrobatchRunner:
                 coroutine.pause()
 
         job = self.job
+        terms = None if job.loss_weights is None else job.loss_weights.program(number)
         program = MicrobatchInterpreter(
             self.stage,
             microbatch=number,
@@ -107,11 +109,14 @@ class MicrobatchRunner:
             expected=job.expected,
             gate=None if job.gate is None or number == 0 else Gate(job.gate, wait_at_gate),
             current=self._current,
+            terms=terms,
         )
-        step = job.step
-        coroutine = Coroutine(
-            lambda: up_to_date(step(microbatch)), self._threads, seed=seed, streams=self.stage.streams
-        )
+
+        def run() -> Any:
+            with nullcontext() if terms is None else terms.recording():
+                return up_to_date(job.step(microbatch))
+
+        coroutine = Coroutine(run, self._threads, seed=seed, streams=self.stage.streams)
         return program, coroutine
 
     def is_held(self, number: int) -> bool:
