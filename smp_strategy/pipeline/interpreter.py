@@ -219,7 +219,9 @@ class MicrobatchInterpreter:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        with NOTHING if self._terms is None else self._terms.aside():
+        if self._terms is None or not self._terms.is_recording:
+            return self._interpret(kind, name, callee, args, kwargs)
+        with self._terms.set_aside():
             return self._interpret(kind, name, callee, args, kwargs)
 
     def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ def _entropy(
     count, more = (_num_labels, (ignored,)) if weight is None else (_weight_of_labels, (ignored, weight))
 
     def measured(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return count(_bound(function, args, kwargs)["target"], *more)
+        return count(args[1] if len(args) > 1 else kwargs["target"], *more)
 
     return MeanOver(count, (found, *more), measured)
 

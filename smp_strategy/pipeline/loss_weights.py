@@ -90,9 +90,13 @@ class ProgramTerms:
     Args:
         step: terms of the step.
         number: number of the microbatch.
+
+    Attributes:
+        is_recording: whether it is the first one, which is recorded.
     """
 
     def __init__(self, step: LossWeights, number: int) -> None:
+        self.is_recording = number == 0
         self._step = step
         self._number = number
         self._selections: dict[int, Selected] = {}
@@ -102,9 +106,9 @@ class ProgramTerms:
         """Context in which the program runs."""
         return nullcontext() if self._number else self._step.record
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def set_aside(self) -> AbstractContextManager[None]:
         """Context of code that is not the glue's."""
-        return nullcontext() if self._number else self._step.record.set_aside()
+        return self._step.record.set_aside()
 
     def weighted(
         self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
