@@ -339,7 +339,9 @@ class Engine:
             scaled = [weight * factor for weight in job.weights]
             run = self._run("train", replace(job, weights=scaled, around_last=backward.around_last), microbatches)
         outputs, reduction = put_together(run.outputs), self.local_model.reduction
-        return TrainStep(outputs, sizes, run.loss(job.weights), backward.gradients, factor, reduction, backward.averages)
+        return TrainStep(
+            outputs, sizes, run.loss(job.weights), backward.gradients, factor, reduction, backward.averages
+        )
 
     def _begin(
         self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False

@@ -104,9 +104,7 @@ def training_job(
     return Job(step=step, seed=seed, loss_of=loss_of, weights=weights, loss_weights=terms)
 
 
-def evaluation_job(
-    parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]
-) -> Job:
+def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:
     """Job of the next step without backward; ``parts`` counts it."""
     parts.num_evaluations += 1
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)

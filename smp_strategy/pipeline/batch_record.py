@@ -117,7 +117,7 @@ class BatchRecord(TorchFunctionMode):
             yield
 
     def find(self, value: Any) -> Recorded | None:
-        """What is known of ``value``: a tensor, or a number that was read from one; ``None``: it is not of the batch."""
+        """What is known of ``value``, a tensor or a number read from one; ``None``: it is not of the batch."""
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self._numbers.get(value)
         found = self._known.get(id(value))
@@ -167,10 +167,10 @@ class BatchRecord(TorchFunctionMode):
             return  # a constant
         number = -1 if hidden else len(self._entries)
         if not hidden:
-            templates = _replaced((args, kwargs), self.find)
+            given_args, given_kwargs = _replaced((args, kwargs), self.find)
             is_scalar = isinstance(result, Tensor) and result.ndim == 0
             kind = reduction_of(name) if is_scalar else ""
-            self._entries.append(_Entry((), func, *templates, [each for _, each in inputs], kind))
+            self._entries.append(_Entry((), func, given_args, given_kwargs, [each for _, each in inputs], kind))
         if writes is not None:
             self._writes.setdefault(writes[1].memory, []).append(number)
         given = [(leaf, each.facts) for leaf, each in inputs if isinstance(leaf, Tensor)]
@@ -179,7 +179,7 @@ class BatchRecord(TorchFunctionMode):
                 continue
             shared = [found for leaf, found in inputs if _memory_of(leaf) == _memory_of(each)]
             memory = shared[0].memory if shared else self._new_memory()
-            facts = facts_of(name, args, kwargs, given, each) if given and not hidden else Facts()
+            facts = facts_of(name, args, kwargs, given, each) if given else Facts()
             self._remember(each, number, None if each is result else place, memory, facts)
 
     # Repeating

@@ -69,11 +69,11 @@ class MicrobatchInterpreter:
         expected: signatures of the events that the plan was made for; ``None`` without a plan.
         gate: gate at which it waits for earlier microbatches, if any.
         current: holder of the running program, which takes over operations on tensors of ended programs.
-        terms: terms of the loss; ``None``: they have no weights.
 
     Attributes:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
+        terms: terms of the loss that get weights; ``None``: there are none.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class MicrobatchInterpreter:
         expected: Sequence[object] | None = None,
         gate: Gate | None = None,
         current: CurrentProgram | None = None,
-        terms: ProgramTerms | None = None,
     ) -> None:
         self.microbatch = microbatch
         router = functools.partial(Router, stage.stage_of, stage.num_stages)
@@ -103,7 +102,7 @@ class MicrobatchInterpreter:
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
-        self._terms = terms
+        self.terms: ProgramTerms | None = None
         self._current = current or CurrentProgram()
         self._stage = stage.number
         self._shape_inference = stage.shape_inference
@@ -179,11 +178,11 @@ class MicrobatchInterpreter:
             return call_with_known(function, args, kwargs, self._make_known)
         refuse_hidden(name, self)
         weighted = None
-        if self._terms is not None:
-            weighted = self._terms.weighted(len(self.program_trace.events), function, args, kwargs)
+        if self.terms is not None:
+            weighted = self.terms.weighted(len(self.program_trace.events), function, args, kwargs)
         result = self._call("op", name, Callee(function, function, compiled=weighted), args, kwargs)
-        if self._terms is not None:
-            self._terms.note(function, args, kwargs, result, weighted is not None)
+        if self.terms is not None:
+            self.terms.note(function, args, kwargs, result, weighted is not None)
         if self._gate is not None:
             self._gate.reach(len(self.program_trace.events))
         return result
@@ -219,9 +218,9 @@ class MicrobatchInterpreter:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        if self._terms is None or not self._terms.is_recording:
+        if self.terms is None or not self.terms.is_recording:
             return self._interpret(kind, name, callee, args, kwargs)
-        with self._terms.set_aside():
+        with self.terms.set_aside():
             return self._interpret(kind, name, callee, args, kwargs)
 
     def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ _WITH_REDUCTION = frozenset(
 )
 _QUOTIENTS = ("div", "div_", "true_divide", "true_divide_", "divide", "__truediv__", "__itruediv__")
 _PRODUCTS = ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")
-_SUMS = {"mean": torch.sum, "nanmean": torch.nansum}
+_SUMS: dict[str, Callable[..., Any]] = {"mean": torch.sum, "nanmean": torch.nansum}
 
 
 class Selected(NamedTuple):
@@ -168,7 +168,9 @@ def _entropy(
     return MeanOver(count, (found, *more), measured)
 
 
-def _mean(name: str, given: Sequence[Any], record: BatchRecord, selections: dict[int, Selected]) -> Term | Problem | None:
+def _mean(
+    name: str, given: Sequence[Any], record: BatchRecord, selections: dict[int, Selected]
+) -> Term | Problem | None:
     for each in given:
         by: Recorded | None = None
         if isinstance(each, PlacedTensor):

@@ -117,7 +117,9 @@ class ProgramTerms:
         if self._number == 0:
             found = term_of(function, args, kwargs, self._step.record, self._selections)
             if isinstance(found, Problem):
-                if any(isinstance(each, PlacedTensor) and each.spec.requires_grad for each in leaves_of((args, kwargs))):
+                if any(
+                    isinstance(each, PlacedTensor) and each.spec.requires_grad for each in leaves_of((args, kwargs))
+                ):
                     self._step.note(found, calling_line())
             elif found is not None:
                 self._step.begin(position, function, found)

@@ -109,8 +109,8 @@ class MicrobatchRunner:
             expected=job.expected,
             gate=None if job.gate is None or number == 0 else Gate(job.gate, wait_at_gate),
             current=self._current,
-            terms=terms,
         )
+        program.terms = terms
 
         def run() -> Any:
             with nullcontext() if terms is None else terms.recording():

@@ -1,6 +1,6 @@
 """The loss of a batch is that of the whole batch, also where its means are over different numbers of elements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
+from smp_strategy.pipeline.join_results import merge
 from smp_strategy.testing import run_ranks
 
 FEATURES, CLASSES, LENGTH = 8, 5, 6
@@ -164,22 +165,26 @@ def whole(loss: Callable[[Net, Batch], Tensor], batch: Batch) -> tuple[Tensor, d
     return found.detach(), {name: each.grad for name, each in net.named_parameters() if each.grad is not None}
 
 
-def run(losses: tuple[Any, ...], samples: int, options: dict[str, Any]) -> list[Any]:
-    found = []
-    for loss in losses:
-        net, reports = Net(), list[str]()
-        engine = Engine(SMPConfig(**options), report=reports.append)
-        engine.attach(net)
-        step = engine.train_step(lambda batch: loss(net, batch), batch_of(samples), loss_of=lambda result: result)
-        with torch.no_grad():
-            evaluated = engine.eval_step(lambda batch: loss(net, batch), batch_of(samples))
-        sizes = evaluated.sizes
-        mean = sum(each * size for each, size in zip(evaluated.outputs, sizes, strict=True)) / sum(sizes)
-        step.commit(torch.ones(()), reduce=True)
-        gradients = engine.run_hook(lambda net=net: {name: each.grad.clone() for name, each in net.named_parameters()})
-        found.append((step.loss, mean, gradients, [each for each in reports if "weighted by samples, where" in each]))
-        engine.close()
-    return found
+def run_one(loss: Callable[[Net, Batch], Tensor], samples: int, options: dict[str, Any]) -> Any:
+    net, reports = Net(), list[str]()
+    engine = Engine(SMPConfig(**options), report=reports.append)
+    engine.attach(net)
+
+    def step(batch: Batch) -> Tensor:
+        return loss(net, batch)
+
+    trained = engine.train_step(step, batch_of(samples), loss_of=lambda result: result)
+    with torch.no_grad():
+        evaluated = engine.eval_step(step, batch_of(samples))
+    mean = merge(evaluated.outputs, evaluated.sizes)
+    trained.commit(torch.ones(()), reduce=True)
+    gradients = engine.run_hook(lambda: {name: each.grad.clone() for name, each in net.named_parameters()})
+    engine.close()
+    return trained.loss, mean, gradients, [each for each in reports if "weighted by samples, where" in each]
+
+
+def run(losses: Sequence[Callable[[Net, Batch], Tensor]], samples: int, options: dict[str, Any]) -> list[Any]:
+    return [run_one(loss, samples, options) for loss in losses]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,53 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(ranks, samples, optio
     results = run_ranks(run, ranks, losses, samples, options)
     for loss, (value, gradients), *found in zip(losses, expected, *results, strict=True):
         for mine, evaluated, own, reports in found:
-            torch.testing.assert_close(mine, value, rtol=1e-6, atol=1e-7, msg=lambda text: f"{loss.__name__}: {text}")
-            torch.testing.assert_close(evaluated, value, rtol=1e-6, atol=1e-7)
+            assert torch.allclose(mine, value, rtol=1e-6), (loss.__name__, mine, value)
+            assert torch.allclose(evaluated, value, rtol=1e-6), (loss.__name__, evaluated, value)
             assert not reports, loss.__name__
             torch.testing.assert_close(own, gradients, rtol=1e-5, atol=1e-7)
+
+
+# Counts that are not known beforehand
+
+
+def by_confidence(net: Net, batch: Batch) -> Tensor:
+    losses = net(batch["x"]).square().mean(-1)
+    return losses[losses > 0.2].mean()
+
+
+def random_mask(net: Net, batch: Batch) -> Tensor:
+    mask = torch.rand(batch["labels"].shape) < 0.5
+    return (net(batch["x"]).square().mean(-1) * mask).sum() / (mask * batch["mask"]).sum().clamp(min=1)
+
+
+def labels_from_outside(net: Net, batch: Batch) -> Tensor:
+    labels = torch.tensor(batch["labels"].clamp(min=-1).tolist())
+    return F.cross_entropy(net(batch["x"]).transpose(1, 2), labels, ignore_index=-1)
+
+
+def plain_mean(net: Net, batch: Batch) -> Tensor:
+    return F.mse_loss(net(batch["x"]), batch["y"])
+
+
+def run_reports(options: dict[str, Any]) -> list[list[str]]:
+    losses = (by_confidence, random_mask, labels_from_outside, plain_mean)
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2, **options}
+    return [run_one(loss, 2, options)[3] for loss in losses]
+
+
+def test_a_count_that_is_not_known_beforehand_is_told_of_once():
+    for reports in run_ranks(run_reports, 2, {}):
+        assert [len(each) for each in reports] == [1, 1, 1, 0]
+        assert "test_whole_batch_loss.py" in reports[0][0]
+        assert "selected by values of the model" in reports[0][0]
+
+
+def test_losses_are_weighted_by_samples_if_that_is_asked_for():
+    options = {"pipeline_parallel_degree": 2, "microbatches": 4, "loss_weighting": "samples"}
+    found = run_ranks(run_one, 2, ignored, 8, options)[0]
+    parts = [whole(ignored, {name: value[rows] for name, value in batch_of().items()})[0] for rows in QUARTERS]
+    assert found[0].isnan()
+    assert parts[1].isnan()
+
+
+QUARTERS = [slice(start, start + 2) for start in range(0, 8, 2)]
