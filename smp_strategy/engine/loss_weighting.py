@@ -1,7 +1,7 @@
 """When the terms of losses get weights, and the line for the user if some have none.
 
 :mod:`smp_strategy.pipeline.loss_weights` explains the weights. Looking for terms costs a little in each step, so a kind
-of step in which a stage has found none is not looked at again, unless it takes another path.
+of step in which there were none is not looked at again, unless it takes another path.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ class LossWeighting:
         self._current: tuple[str, LossWeights] | None = None
         # Kinds of steps that are not looked at, with the path for which that was found out, once it is known.
         self._without: dict[str, int | None] = {}
+        # Kinds of steps of which this stage has found counts to be others than expected.
+        self._wrong = set[str]()
         self._has_reported = False
 
     def begin(self, kind: str, microbatches: Sequence[Any], sizes: Sequence[int]) -> LossWeights | None:
@@ -34,7 +36,7 @@ class LossWeighting:
         self._current = None
         if not self._is_on or len(sizes) < 2 or kind in self._without:
             return None
-        weights = LossWeights(microbatches, sizes)
+        weights = LossWeights(microbatches, sizes, applies=kind not in self._wrong)
         self._current = (kind, weights)
         return weights
 
@@ -51,7 +53,9 @@ class LossWeighting:
             if weights.problems and not self._has_reported:
                 self._has_reported = True
                 self._report(render_problems(weights.problems))
-            if weights.is_wrong or not weights.has_run:
+            if weights.is_wrong:
+                self._wrong.add(current)
+            if not weights.has_terms:
                 self._without[current] = None
         if kind in self._without and path is not None:
             known = self._without[kind]

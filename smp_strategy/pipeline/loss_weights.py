@@ -42,16 +42,17 @@ class LossWeights:
     Args:
         microbatches: arguments of the step.
         sizes: number of samples in each.
+        applies: whether terms that this stage runs get their weights; others still know them as terms.
 
     Attributes:
         problems: calls whose counts are not known, as sentences.
-        has_run: whether a term was computed on this stage.
         is_wrong: whether a count was another one than expected.
     """
 
-    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
+    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], *, applies: bool = True) -> None:
+        self._applies = applies
         self.problems: dict[str, None] = {}
-        self.has_run = self.is_wrong = False
+        self.is_wrong = False
         self._sizes = sizes
         self._record = BatchRecord(microbatches, sizes)
         # By position in the program.
@@ -66,12 +67,17 @@ class LossWeights:
         made = _WeightedMean if isinstance(term, MeanOver) else _WeightedDivisor
         self._terms[position] = (function, made(self, self._record, self._sizes, term))  # type: ignore[arg-type]
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether there are terms; the same on all stages."""
+        return bool(self._terms)
+
     def weighted(self, position: int, function: Callable[..., Any], number: int) -> Callable[..., Any] | None:
         """What runs instead of ``function`` at a position of a program, if it is a term."""
         found = self._terms.get(position)
         if found is None or found[0] is not function:
             return None
-        return functools.partial(found[1].run, number, function)
+        return functools.partial(found[1].run, number, function) if self._applies else function
 
     def note(self, problem: Problem, line: str = "") -> None:
         """Note a call whose count is not known."""
@@ -163,7 +169,6 @@ class _WeightedMean:
 
     def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the term in a microbatch."""
-        self._step.has_run = True
         if self._counts is None:
             self._counts = self._count(function, args, kwargs)
         count, total = self._counts[number], sum(self._counts)
@@ -219,7 +224,6 @@ class _WeightedDivisor:
 
     def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the term in a microbatch."""
-        self._step.has_run = True
         place = self._term.place
         given, other = args[place], args[1 - place]
         changed = self._fair(number, given)
