@@ -1,4 +1,4 @@
-"""Every door trains on the loss of the whole batch, where labels are ignored: as one plain process without microbatches."""
+"""Every door trains on the loss of the whole batch where labels are ignored, as one process without microbatches."""
 
 import pytest
 import torch
