@@ -338,10 +338,8 @@ class Engine:
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
             scaled = [weight * factor for weight in job.weights]
             run = self._run("train", replace(job, weights=scaled, around_last=backward.around_last), microbatches)
-        outputs, reduction = put_together(run.outputs), self.local_model.reduction
-        return TrainStep(
-            outputs, sizes, run.loss(job.weights), backward.gradients, factor, reduction, backward.averages
-        )
+        outputs, loss, reduction = put_together(run.outputs), run.loss(job.weights), self.local_model.reduction
+        return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
         self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False

@@ -26,7 +26,7 @@ from smp_strategy.pipeline.batch_facts import RANDOM, Facts, facts_of, is_in_pla
 from smp_strategy.pipeline.placed_ops import operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["BatchRecord", "OutOfSightError", "Recorded"]
+__all__ = ["BatchRecord", "OutOfSightError", "BatchValue"]
 
 _FROM_OUTSIDE = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
 _NUMBERS = ("item", "__int__", "__float__", "__index__")
@@ -36,7 +36,7 @@ class OutOfSightError(Exception):
     """A tensor cannot be computed for another microbatch."""
 
 
-class Recorded(NamedTuple):
+class BatchValue(NamedTuple):
     """A tensor of the batch, or one that was computed from it."""
 
     entry: int
@@ -55,14 +55,14 @@ class Recorded(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class _Entry:
+class _BatchStep:
     """A tensor of the batch, by its path, or an operation."""
 
     path: tuple[Any, ...] = ()
     function: Callable[..., Any] | None = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
-    inputs: list[Recorded] = field(default_factory=list)
+    inputs: list[BatchValue] = field(default_factory=list)
     reduction: str = ""
     """``"sum"`` or ``"mean"``, if it is one over all samples."""
 
@@ -79,16 +79,16 @@ class BatchRecord(TorchFunctionMode):
     def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
         super().__init__()
         self._microbatches, self._sizes = microbatches, sizes
-        self._entries: list[_Entry] = []
-        self._known: dict[int, tuple[Callable[[], Any], Recorded]] = {}
+        self._entries: list[_BatchStep] = []
+        self._known: dict[int, tuple[Callable[[], Any], BatchValue]] = {}
         # Entries that have changed a memory.
         self._writes: dict[int, list[int]] = {}
         # Tensors of the microbatches before their programs have changed them.
         self._originals: dict[int, list[Tensor]] = {}
         self._num_memories = 0
-        self._numbers: dict[float, Recorded] = {}
+        self._numbers: dict[float, BatchValue] = {}
         for path, leaf in _leaves(microbatches[0], ()):
-            self._entries.append(_Entry(path))
+            self._entries.append(_BatchStep(path))
             self._remember(leaf, len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf))
 
     def _facts_of_leaf(self, path: tuple[Any, ...], leaf: Any) -> Facts:
@@ -116,7 +116,7 @@ class BatchRecord(TorchFunctionMode):
         with mode_set_aside(self):
             yield
 
-    def find(self, value: Any) -> Recorded | None:
+    def find(self, value: Any) -> BatchValue | None:
         """What is known of ``value``, a tensor or a number read from one; ``None``: it is not of the batch."""
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self._numbers.get(value)
@@ -126,7 +126,7 @@ class BatchRecord(TorchFunctionMode):
     def _remember(self, value: Any, entry: int, place: int | None, memory: int, facts: Facts) -> None:
         # Lists have no weak references; those of the microbatch live as long as it.
         held = (lambda: value) if isinstance(value, list) else weakref.ref(value)
-        self._known[id(value)] = (held, Recorded(entry, place, memory, facts))
+        self._known[id(value)] = (held, BatchValue(entry, place, memory, facts))
 
     def _keep_original(self, changed: Any) -> None:
         """Before ``changed`` is changed in place: keep the tensors of the batch whose memory it shares.
@@ -147,7 +147,7 @@ class BatchRecord(TorchFunctionMode):
         return self._num_memories
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name, inputs = operation_name(func), list[tuple[Any, Recorded]]()
+        name, inputs = operation_name(func), list[tuple[Any, BatchValue]]()
         is_placed = False
         for leaf in _arguments(args, kwargs):
             is_placed = is_placed or type(leaf) is PlacedTensor
@@ -170,7 +170,7 @@ class BatchRecord(TorchFunctionMode):
             given_args, given_kwargs = _replaced((args, kwargs), self.find)
             is_scalar = isinstance(result, Tensor) and result.ndim == 0
             kind = reduction_of(name) if is_scalar else ""
-            self._entries.append(_Entry((), func, given_args, given_kwargs, [each for _, each in inputs], kind))
+            self._entries.append(_BatchStep((), func, given_args, given_kwargs, [each for _, each in inputs], kind))
         if writes is not None:
             self._writes.setdefault(writes[1].memory, []).append(number)
         given = [(leaf, each.facts) for leaf, each in inputs if isinstance(leaf, Tensor)]
@@ -184,7 +184,7 @@ class BatchRecord(TorchFunctionMode):
 
     # Repeating
 
-    def value(self, wanted: Recorded, microbatch: int, known: Mapping[int, Tensor] | None = None) -> Any:
+    def value(self, wanted: BatchValue, microbatch: int, known: Mapping[int, Tensor] | None = None) -> Any:
         """Compute ``wanted`` for another microbatch.
 
         Args:
@@ -206,7 +206,7 @@ class BatchRecord(TorchFunctionMode):
                 results[number] = entry.function(*args, **kwargs)
         return _chosen(results, wanted)
 
-    def _needed(self, wanted: Recorded, known: Mapping[int, Any]) -> set[int]:
+    def _needed(self, wanted: BatchValue, known: Mapping[int, Any]) -> set[int]:
         """Entries that have to be repeated for ``wanted``, in-place changes before its use included."""
         needed, waiting = set[int](), [(wanted, len(self._entries))]
         while waiting:
@@ -219,7 +219,7 @@ class BatchRecord(TorchFunctionMode):
                     waiting += [(found, number) for found in self._entries[number].inputs]
         return needed
 
-    def totals(self, wanted: Recorded) -> dict[int, Tensor]:
+    def totals(self, wanted: BatchValue) -> dict[int, Tensor]:
         """Values for the batch, by entry, of the sums and means over samples that go into ``wanted``.
 
         Raises:
@@ -231,7 +231,7 @@ class BatchRecord(TorchFunctionMode):
             kind = self._entries[number].reduction
             if not kind:
                 continue
-            made = Recorded(number, None, -1, Facts())
+            made = BatchValue(number, None, -1, Facts())
             parts = [self.value(made, each, found) for each in range(len(self._sizes))]
             weights = [1.0] * len(parts) if kind == "sum" else shares
             total = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
@@ -294,14 +294,14 @@ def _replaced(tree: Any, find: Callable[[Any], Any]) -> Any:
         return found
     if isinstance(tree, dict):
         return {key: _replaced(each, find) for key, each in tree.items()}
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, Recorded):
+    if isinstance(tree, (tuple, list)) and not isinstance(tree, BatchValue):
         replaced = [_replaced(each, find) for each in tree]
         return type(tree)(replaced) if type(tree) in (tuple, list) else type(tree)(*replaced)
     return tree
 
 
 def _chosen(results: Mapping[int, Any], each: Any) -> Any:
-    if not isinstance(each, Recorded):
+    if not isinstance(each, BatchValue):
         return None
     found = results[each.entry]
     return found if each.place is None else found[each.place]

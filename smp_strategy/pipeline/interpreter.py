@@ -177,12 +177,7 @@ class MicrobatchInterpreter:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
         refuse_hidden(name, self)
-        weighted = None
-        if self.terms is not None:
-            weighted = self.terms.weighted(len(self.program_trace.events), function, args, kwargs)
-        result = self._call("op", name, Callee(function, function, compiled=weighted), args, kwargs)
-        if self.terms is not None:
-            self.terms.note(function, args, kwargs, result, weighted is not None)
+        result = self._call("op", name, Callee(function, function), args, kwargs)
         if self._gate is not None:
             self._gate.reach(len(self.program_trace.events))
         return result
@@ -201,7 +196,9 @@ class MicrobatchInterpreter:
             raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._arguments.open(leaves)
-        self._exchange(self.program_trace.place(Event("read", name, _values(placed), ())), placed)
+        self._exchange(
+            self.program_trace.place(Event("read", name, tuple([each.value for each in placed]), ())), placed
+        )
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
         result = function(*args, **kwargs)
@@ -217,11 +214,9 @@ class MicrobatchInterpreter:
 
     # Calls
 
-    def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        if self.terms is None or not self.terms.is_recording:
-            return self._interpret(kind, name, callee, args, kwargs)
-        with self.terms.set_aside():
-            return self._interpret(kind, name, callee, args, kwargs)
+    def _call(self, *call: Any) -> Any:
+        position = len(self.program_trace.events)
+        return self._interpret(*call) if self.terms is None else self.terms.call(self._interpret, position, *call)
 
     def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if is_under_transform():
@@ -251,7 +246,7 @@ class MicrobatchInterpreter:
         if prediction.random and kind == "op":
             self._draws.count_operation()
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
-        event, placement = self.program_trace.call(kind, name, _values(placed), prediction)
+        event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:
             self._rehearsal.note(self.microbatch, len(self.program_trace.events), name, placement, leaves)
         # [3] Exchange. Here the coroutine may pause, and other microbatches run.
@@ -300,9 +295,7 @@ class MicrobatchInterpreter:
         args, kwargs = unflatten_call(inputs, call.structure)
         function, module = call.callee.runs, call.callee.module
         seeded = self._draws.seeded(call.kind, len(self.program_trace.events)) if random else None
-        noting = NOTHING
-        if self._exposed is not None and module is not None:
-            noting = self._exposed.noting(call.name, module)
+        noting = NOTHING if self._exposed is None or module is None else self._exposed.noting(call.name, module)
         if call.kind == "unit" and module is not None:
             is_compiled = call.callee.compiled is not None
             about = UnitCall(call.name, module, self.microbatch, seeded, self.asked, changed, is_compiled)
@@ -332,7 +325,3 @@ class MicrobatchInterpreter:
             self.graph.exchange(placement, placed)
         elif self._rehearsal is not None:
             self._rehearsal.exchange(self.microbatch, placement)
-
-
-def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
-    return tuple([tensor.value for tensor in placed])

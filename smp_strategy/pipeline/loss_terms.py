@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smp_strategy.pipeline.batch_record import BatchRecord, Recorded
+from smp_strategy.pipeline.batch_record import BatchRecord, BatchValue
 from smp_strategy.pipeline.placed_ops import operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
@@ -48,7 +48,7 @@ _SUMS: dict[str, Callable[..., Any]] = {"mean": torch.sum, "nanmean": torch.nans
 class Selected(NamedTuple):
     """How the elements of a placed tensor were selected."""
 
-    by: Recorded | None
+    by: BatchValue | None
     """Mask, or indices that follow from one; ``None``: by something that is not of the batch."""
 
 
@@ -73,7 +73,7 @@ class MeanOver:
 
     def count_in(self, record: BatchRecord, microbatch: int) -> Any:
         """The count in a microbatch."""
-        values = [record.value(each, microbatch) if isinstance(each, Recorded) else each for each in self.over]
+        values = [record.value(each, microbatch) if isinstance(each, BatchValue) else each for each in self.over]
         return self.count(*values)
 
 
@@ -84,7 +84,7 @@ class Divisor:
 
     place: int
     """Number of the argument."""
-    value: Recorded
+    value: BatchValue
 
 
 Term = MeanOver | Divisor
@@ -172,7 +172,7 @@ def _mean(
     name: str, given: Sequence[Any], record: BatchRecord, selections: dict[int, Selected]
 ) -> Term | Problem | None:
     for each in given:
-        by: Recorded | None = None
+        by: BatchValue | None = None
         if isinstance(each, PlacedTensor):
             selected = selections.get(each.value.id)
             if selected is None:

@@ -12,11 +12,13 @@ from it is right as well: the loss, its parts, and what the step logs of them.
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.pipeline.batch_record import BatchRecord, OutOfSightError
 from smp_strategy.pipeline.loss_terms import (
@@ -97,29 +99,50 @@ class ProgramTerms:
         step: terms of the step.
         number: number of the microbatch.
 
-    Attributes:
-        is_recording: whether it is the first one, which is recorded.
     """
 
     def __init__(self, step: LossWeights, number: int) -> None:
-        self.is_recording = number == 0
         self._step = step
         self._number = number
         self._selections: dict[int, Selected] = {}
         self._has_terms = False
 
-    def recording(self) -> AbstractContextManager[Any]:
-        """Context in which the program runs."""
-        return nullcontext() if self._number else self._step.record
+    def recorded(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``step``, which is recorded in the first microbatch."""
 
-    def set_aside(self) -> AbstractContextManager[None]:
+        def run(microbatch: Any) -> Any:
+            with self._step.record:
+                return step(microbatch)
+
+        return step if self._number else run
+
+    def call(
+        self, interpret: Callable[..., Any], position: int, kind: str, name: str, callee: Callee, args: Any, kwargs: Any
+    ) -> Any:
+        """Let ``interpret`` make a call of the program, with the weight of a term if it is one.
+
+        Args:
+            interpret: makes it.
+            position: number of the calls before it.
+            kind, name, callee, args, kwargs: the call.
+        """
+        if kind != "op":
+            with self._set_aside():
+                return interpret(kind, name, callee, args, kwargs)
+        function = callee.function
+        with self._set_aside():
+            weighted = self._weighted(position, function, args, kwargs)
+            result = interpret(kind, name, replace(callee, compiled=weighted), args, kwargs)
+            self._note(function, args, kwargs, result, weighted is not None)
+        return result
+
+    def _set_aside(self) -> AbstractContextManager[None]:
         """Context of code that is not the glue's."""
-        return self._step.record.set_aside()
+        return nullcontext() if self._number else self._step.record.set_aside()
 
-    def weighted(
+    def _weighted(
         self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """What runs instead of ``function`` with these arguments, if anything."""
         if self._number == 0:
             found = term_of(function, args, kwargs, self._step.record, self._selections)
             if isinstance(found, Problem):
@@ -133,7 +156,7 @@ class ProgramTerms:
         self._has_terms = self._has_terms or weighted is not None
         return weighted
 
-    def note(
+    def _note(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_term: bool
     ) -> None:
         """Note the result of a call: what was selected how, and what follows from terms."""
