@@ -93,6 +93,7 @@ Collectives of the user:
 ==================== ==========================================================================================
 user_collectives     Redirection to the replicas; [Note: collectives mean replicas].
 collective_results   Results without communication.
+process_counts       Numbers of processes outside of ``torch.distributed``.
 ==================== ==========================================================================================
 
 The loss of the batch:

@@ -81,5 +81,5 @@ def check_loss(loss: Any) -> None:
     if not loss.requires_grad:
         raise UnsupportedError(
             "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
-            "under torch.no_grad() or from a detached tensor."
+            "under torch.no_grad(), from a detached tensor, or from values that were read (by a metric, say)."
         )
