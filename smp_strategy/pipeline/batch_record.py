@@ -10,7 +10,7 @@ In-place changes are repeated on copies.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -29,6 +29,8 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 __all__ = ["BatchRecord", "OutOfSightError", "BatchValue"]
 
 _FROM_OUTSIDE = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
+# Levels of nesting that are looked into; objects may hold each other.
+_MOST_LEVELS = 6
 _NUMBERS = ("item", "__int__", "__float__", "__index__")
 
 
@@ -92,9 +94,11 @@ class BatchRecord(TorchFunctionMode):
             self._remember(leaf, len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf))
 
     def _facts_of_leaf(self, path: tuple[Any, ...], leaf: Any) -> Facts:
-        is_array = isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0 and len(leaf) == self._sizes[0]
+        if not isinstance(leaf, (Tensor, np.ndarray)) or getattr(leaf, "is_nested", False) or leaf.ndim == 0:
+            return Facts(is_whole=False)
         # A tensor that was cut shares its memory with the next part; one of a list of samples does not.
-        is_cut = is_array and _memory_of(leaf) == _memory_of(_at(self._microbatches[1], path))
+        following = _at(self._microbatches[1], path, default=None)
+        is_cut = len(leaf) == self._sizes[0] and following is not None and _memory_of(leaf) == _memory_of(following)
         return Facts(dim=0 if is_cut else None, is_whole=is_cut)
 
     # Recording
@@ -241,26 +245,37 @@ class BatchRecord(TorchFunctionMode):
 
 def _memory_of(value: Any) -> Any:
     """Something equal for tensors, or arrays, that share memory."""
-    if isinstance(value, Tensor):
-        return value.untyped_storage()._cdata if value.layout == torch.strided and not value.is_nested else id(value)
-    return id(value.base) if isinstance(value, np.ndarray) and value.base is not None else id(value)
+    if isinstance(value, np.ndarray):
+        return id(value) if value.base is None else id(value.base)
+    try:
+        return value.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # nested, sparse, or under a transform
+        return id(value)
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Tensors, arrays and lists in a microbatch, with their paths."""
     if isinstance(value, (Tensor, np.ndarray)):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        if isinstance(value, list):
-            yield path, value
-        for key, each in enumerate(value):
-            yield from _leaves(each, (*path, key))
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        for key, each in vars(value).items():
-            yield from _leaves(each, (*path, _Attribute(key)))
+        return
+    if isinstance(value, list):
+        yield path, value
+    for key, each in _items(value) if len(path) < _MOST_LEVELS else ():
+        yield from _leaves(each, (*path, key))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return () if _has_numbers(value) else enumerate(value)
+    if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+        return [(_Attribute(key), each) for key, each in vars(value).items()]
+    return ()
+
+
+def _has_numbers(values: Sequence[Any]) -> bool:
+    return bool(values) and isinstance(values[0], (int, float, str, bytes))
 
 
 class _Attribute(str):
@@ -269,11 +284,14 @@ class _Attribute(str):
     __slots__ = ()
 
 
-def _at(value: Any, path: Sequence[Any]) -> Any:
+def _at(value: Any, path: Sequence[Any], **options: Any) -> Any:
+    """What is at ``path`` of a microbatch; if there is nothing, ``default``, or an error without one."""
     try:
         for key in path:
             value = vars(value)[key] if isinstance(key, _Attribute) else value[key]
     except (LookupError, TypeError):
+        if "default" in options:
+            return options["default"]
         raise OutOfSightError from None
     return value
 
@@ -282,7 +300,7 @@ def _arguments(args: Any, kwargs: Any) -> Iterator[Any]:
     for each in (*args, *kwargs.values()):
         if isinstance(each, (tuple, list)):
             yield each
-            yield from _arguments(each, {})
+            yield from () if _has_numbers(each) else _arguments(each, {})
         else:
             yield each
 
@@ -292,11 +310,10 @@ def _replaced(tree: Any, find: Callable[[Any], Any]) -> Any:
     found = find(tree) if not isinstance(tree, (int, float)) else None
     if found is not None:
         return found
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return {key: _replaced(each, find) for key, each in tree.items()}
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, BatchValue):
-        replaced = [_replaced(each, find) for each in tree]
-        return type(tree)(replaced) if type(tree) in (tuple, list) else type(tree)(*replaced)
+    if type(tree) in (tuple, list) and not _has_numbers(tree):
+        return type(tree)(_replaced(each, find) for each in tree)
     return tree
 
 

@@ -123,3 +123,15 @@ def test_a_sample_of_a_list_is_not_the_batch():
     found = record.find(count)
     assert found is not None
     assert not found.is_known
+
+
+def test_objects_that_hold_each_other_and_samples_of_any_number_do_no_harm():
+    class Holder:
+        def __init__(self, tensors):
+            self.own, self.tensors, self.sizes = self, tensors, [1] * 1000
+
+    record = BatchRecord([Holder([torch.ones(3)] * 3), Holder([torch.ones(3)])], (3, 1))
+    with record:
+        made = torch.zeros(torch.ones(2, 3).shape).index_fill(0, torch.tensor([0]), 1.0)
+        mapped = torch.func.vmap(lambda row: row * 2)(made)
+    assert mapped.shape == (2, 3)
