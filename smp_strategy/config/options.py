@@ -18,6 +18,7 @@ __all__ = [
     "ActivationOptions",
     "DDPReduction",
     "Gather",
+    "LossWeighting",
     "PartitionOptions",
     "PipelineOptions",
     "RestoreModule",
@@ -36,6 +37,7 @@ TraceDevice = Literal["cpu", "gpu"]
 RestoreModule = Literal["all", "rank_zero", "none"]
 Gather = Literal["auto", "step", "use"]
 StageTransport = Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo"]
+LossWeighting = Literal["auto", "samples"]
 DDPReduction = Literal["auto", "hierarchical", "flat"]
 
 # ZB-V folds the model once: down the stages and up again.
@@ -65,6 +67,10 @@ class PipelineOptions:
     placement_strategy: str = "cluster"
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
     letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
+    loss_weighting: LossWeighting = "auto"
+    """Weights of the microbatches' losses. ``auto``: those with which the loss is that of the whole batch, also where
+    a mean is over different numbers of elements (ignored labels, class weights, masks). ``samples``: numbers of
+    samples, as under gradient accumulation. SageMaker has no such option."""
     stage_transport: StageTransport = "auto"
     """Path of large tensors between stages. ``auto``: the best one that has worked in a trial, for tensors of CUDA
     devices in the order ``cuda_ipc`` (memory of the device), ``shared_memory``, ``nccl``, ``gloo`` (sockets), else
@@ -80,6 +86,7 @@ class PipelineOptions:
             )
         found += one_of(self, "pipeline", typing.get_args(Schedule))
         found += one_of(self, "stage_transport", typing.get_args(StageTransport))
+        found += one_of(self, "loss_weighting", typing.get_args(LossWeighting))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
         if not known:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "is_profiling",
     "is_under_transform",
     "keeps_graph",
+    "mode_set_aside",
     "native_functions",
     "node_of",
     "num_storage_uses",
@@ -128,6 +130,17 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 
 plain_functions_and_modes = torch._C.DisableTorchFunction
 """The same, and modes are not asked either."""
+
+
+@contextmanager
+def mode_set_aside(mode: TorchFunctionMode) -> Iterator[None]:
+    """Context in which ``mode`` is not asked, if it is the innermost mode of functions; otherwise it is as before."""
+    if overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    with overrides._pop_mode_temporarily():
+        yield
+
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a subclass whose operations give plain tensors."""

@@ -329,13 +329,12 @@ class Engine:
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         step, microbatches, sizes = self._begin("train", step, batch, loss_of)
-        job = training_job(self._parts, step, sizes, loss_of, sums=sums)
-        weights, scaled = job.weights, [weight * factor for weight in job.weights]
+        job = training_job(self._parts, "train", step, microbatches, sizes, loss_of, sums=sums)
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
-            job = replace(job, weights=scaled, around_last=backward.around_last)
-            run = self._run("train", job, microbatches)
-        outputs, reduction = put_together(run.outputs), self.local_model.reduction
-        return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
+            scaled = [weight * factor for weight in job.weights]
+            run = self._run("train", replace(job, weights=scaled, around_last=backward.around_last), microbatches)
+        outputs, loss, reduction = put_together(run.outputs), run.loss(job.weights), self.local_model.reduction
+        return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
         self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False
@@ -359,7 +358,7 @@ class Engine:
         """
         step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
         with self.local_model.evaluating():
-            run = self._run(kind, evaluation_job(self._parts, step), microbatches)
+            run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
@@ -371,7 +370,7 @@ class Engine:
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
         with self._stepping():
-            run = self.manual.run(training_job(self._parts, step, sizes), microbatches)
+            run = self.manual.run(training_job(self._parts, "manual", step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
@@ -382,8 +381,9 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         step, microbatches, sizes = self._begin("manual", step, batch)
+        job = training_job(self._parts, "manual", step, microbatches, sizes)
         with self._stepping():
-            return self.manual.forward(training_job(self._parts, step, sizes), microbatches, sizes, self.outcome.noted)
+            return self.manual.forward(job, microbatches, sizes, self.outcome.noted)
 
     def state_before(self, step: Step) -> StateBefore:
         """State of the module now, for running ``step`` again later; exists once :meth:`look` has run."""
@@ -393,9 +393,8 @@ class Engine:
         return step if self._calls.mixed_precision is None else self._calls.mixed_precision.around_step(step)
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
-        assert self._calls.runtime is not None
         with self._stepping():
-            run, plan, recording = run_step(self._calls.runtime, self.layout.plans, kind, job, microbatches)
+            run, plan, recording = run_step(self._parts, kind, job, microbatches)
         if kind == "train" and plan is not None:
             self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
         return run
@@ -404,6 +403,7 @@ class Engine:
     def _stepping(self) -> Iterator[None]:
         with self.outcome.noted(), self._parts.carried.compared(self.mesh):
             yield
+            self._parts.loss_weighting.end()
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.

@@ -15,6 +15,7 @@ from smp_strategy.engine.dry_run import DryRunInput
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.loss_weighting import LossWeighting
 from smp_strategy.engine.pending_state import PendingState
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
@@ -54,6 +55,7 @@ class EngineParts:
         gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
         seed, num_steps, num_evaluations: where random streams are.
         has_counted: whether the first training step has been reported on.
+        loss_weighting: decides in which steps terms of the loss get weights.
     """
 
     carried: CarriedObjects
@@ -79,6 +81,7 @@ class EngineParts:
         self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = 0
         self.has_counted = False
+        self.loss_weighting = LossWeighting(report, is_on=config.loss_weighting == "auto")
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -15,13 +15,11 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
-from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.tensor_parallel.joint_batch import join
 
@@ -69,7 +67,9 @@ def warn_of_fewer(config: SMPConfig, num_run: int) -> None:
 
 def training_job(
     parts: EngineParts,
+    kind: str,
     step: Step,
+    microbatches: Sequence[Any],
     sizes: Sequence[int],
     loss_of: Callable[[Any], Tensor | None] | None = None,
     *,
@@ -79,8 +79,10 @@ def training_job(
 
     Args:
         parts: Parts of the engine; counts the step, and reports the number of samples in the first one.
+        kind: Kind of step.
         step: User's code for one microbatch.
-        sizes: Number of samples in each microbatch.
+        microbatches: Microbatches of the batch.
+        sizes: Number of samples in each.
         loss_of: Picks the loss out of the result of ``step``; ``None``: the step runs backward itself.
         sums: Whether losses are added up instead.
     """
@@ -98,24 +100,24 @@ def training_job(
     parts.num_steps += 1
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
-    return Job(step=step, seed=seed, loss_of=loss_of, weights=weights)
+    terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
+    return Job(step=step, seed=seed, loss_of=loss_of, weights=weights, loss_weights=terms)
 
 
-def evaluation_job(parts: EngineParts, step: Step) -> Job:
+def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:
     """Job of the next step without backward; ``parts`` counts it."""
     parts.num_evaluations += 1
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)
-    return Job(step=step, seed=seed)
+    return Job(step=step, seed=seed, loss_weights=parts.loss_weighting.begin(kind, microbatches, sizes))
 
 
 def run_step(
-    runtime: Runtime, plans: PlanCache, kind: str, job: Job, microbatches: Sequence[Any]
+    parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any]
 ) -> tuple[StepRun, Plan | None, Recording]:
     """Run ``job`` with every microbatch.
 
     Args:
-        runtime: Runtime of this rank's stage.
-        plans: Plan cache of the module's steps.
+        parts: Parts of the engine; its plan cache learns the path.
         kind: Kind of step; steps of the same kind probably take the same path.
         job: Work on every microbatch.
         microbatches: Microbatches of the batch.
@@ -123,10 +125,13 @@ def run_step(
     Returns:
         Results, plan (``None``: the step ran in program order), and times of this stage's actions.
     """
+    runtime, plans = parts.calls.runtime, parts.layout.plans
+    assert runtime is not None
     order = plans.order_of(kind, len(microbatches))
     if order.plan is not None:
         job = replace(job, gate=order.gate, expected=order.expected)
     run, recording = runtime.run(job, microbatches, order.plan)
     if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
         plans.learn(kind, run.trace)
+    parts.loss_weighting.end(kind, run.trace.signature)
     return run, order.plan, recording

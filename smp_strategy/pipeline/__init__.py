@@ -93,6 +93,16 @@ Collectives of the user:
 ==================== ==========================================================================================
 user_collectives     Redirection to the replicas; [Note: collectives mean replicas].
 collective_results   Results without communication.
+process_counts       Numbers of processes outside of ``torch.distributed``.
+==================== ==========================================================================================
+
+The loss of the batch:
+
+==================== ==========================================================================================
+loss_weights         Terms of the losses of a step, with weights by their numbers of elements.
+loss_terms           Which calls are such terms.
+batch_record         What a program computes from its batch, to be repeated for other microbatches.
+batch_facts          How tensors of the batch cover its samples.
 ==================== ==========================================================================================
 
 End of a step:

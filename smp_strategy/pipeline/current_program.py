@@ -5,10 +5,12 @@ placed tensors of programs that have ended. At most one program of a stage runs 
 (:mod:`smp_strategy.pipeline.coroutine`), so a plain attribute is enough.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
@@ -54,4 +56,11 @@ class CurrentProgram:
             return function(*args, **kwargs)
         if program.is_survey:
             return unknown()
-        return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
+        name = getattr(function, "__qualname__", repr(function))
+        return program.read(name, functools.partial(_call_detached, function), args, kwargs)
+
+
+def _call_detached(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` with values whose history ends here: it is on one stage, and none of it on the others."""
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    return function(*args, **kwargs)

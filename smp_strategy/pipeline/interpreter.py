@@ -40,6 +40,7 @@ from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
+from smp_strategy.pipeline.loss_weights import ProgramTerms
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
@@ -72,6 +73,7 @@ class MicrobatchInterpreter:
     Attributes:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
+        terms: terms of the loss that get weights; ``None``: there are none.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class MicrobatchInterpreter:
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
+        self.terms: ProgramTerms | None = None
         self._current = current or CurrentProgram()
         self._stage = stage.number
         self._shape_inference = stage.shape_inference
@@ -193,7 +196,9 @@ class MicrobatchInterpreter:
             raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._arguments.open(leaves)
-        self._exchange(self.program_trace.place(Event("read", name, _values(placed), ())), placed)
+        self._exchange(
+            self.program_trace.place(Event("read", name, tuple([each.value for each in placed]), ())), placed
+        )
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
         result = function(*args, **kwargs)
@@ -209,7 +214,11 @@ class MicrobatchInterpreter:
 
     # Calls
 
-    def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+    def _call(self, *call: Any) -> Any:
+        position = len(self.program_trace.events)
+        return self._interpret(*call) if self.terms is None else self.terms.call(self._interpret, position, *call)
+
+    def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if is_under_transform():
             refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)
@@ -237,7 +246,7 @@ class MicrobatchInterpreter:
         if prediction.random and kind == "op":
             self._draws.count_operation()
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
-        event, placement = self.program_trace.call(kind, name, _values(placed), prediction)
+        event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:
             self._rehearsal.note(self.microbatch, len(self.program_trace.events), name, placement, leaves)
         # [3] Exchange. Here the coroutine may pause, and other microbatches run.
@@ -286,9 +295,7 @@ class MicrobatchInterpreter:
         args, kwargs = unflatten_call(inputs, call.structure)
         function, module = call.callee.runs, call.callee.module
         seeded = self._draws.seeded(call.kind, len(self.program_trace.events)) if random else None
-        noting = NOTHING
-        if self._exposed is not None and module is not None:
-            noting = self._exposed.noting(call.name, module)
+        noting = NOTHING if self._exposed is None or module is None else self._exposed.noting(call.name, module)
         if call.kind == "unit" and module is not None:
             is_compiled = call.callee.compiled is not None
             about = UnitCall(call.name, module, self.microbatch, seeded, self.asked, changed, is_compiled)
@@ -318,7 +325,3 @@ class MicrobatchInterpreter:
             self.graph.exchange(placement, placed)
         elif self._rehearsal is not None:
             self._rehearsal.exchange(self.microbatch, placement)
-
-
-def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
-    return tuple([tensor.value for tensor in placed])

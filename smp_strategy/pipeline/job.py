@@ -11,6 +11,7 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.loss_weights import LossWeights
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["Job", "Step", "StepRun", "check_loss", "trace_of"]
@@ -33,6 +34,8 @@ class Job:
     only."""
     weights: Sequence[float] = ()
     """Factor of each microbatch's loss."""
+    loss_weights: LossWeights | None = None
+    """Weights of the terms of the losses; ``None``: they have none."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` without a plan."""
     gate: int | None = None
@@ -78,5 +81,5 @@ def check_loss(loss: Any) -> None:
     if not loss.requires_grad:
         raise UnsupportedError(
             "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
-            "under torch.no_grad() or from a detached tensor."
+            "under torch.no_grad(), from a detached tensor, or from values that were read (by a metric, say)."
         )

@@ -72,17 +72,13 @@ class MicrobatchRunner:
         # The microbatch that has begun before its first action, if any, and whether beginning early is worthwhile.
         self._begun_early: int | None = None
         self._receives_first = True
-        self.programs: list[MicrobatchInterpreter] = []
-        self.coroutines: list[Coroutine] = []
         self.backwards: dict[int, MicrobatchBackward] = {}
         self._losses: dict[int, Any] = {}
         self.stopped: dict[int, Any] = {}
         self._ending: StepEnd | None = None
         self.has_left_plan = False
-        for number, microbatch in enumerate(microbatches):
-            program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
-            self.programs.append(program)
-            self.coroutines.append(coroutine)
+        made = [self._make(number, each, derive_seed(job.seed, number)) for number, each in enumerate(microbatches)]
+        self.programs, self.coroutines = [program for program, _ in made], [coroutine for _, coroutine in made]
 
     def _make(self, number: int, microbatch: Any, seed: int) -> tuple[MicrobatchInterpreter, Coroutine]:
         def pause(receipts: Sequence[Receipt]) -> None:
@@ -108,7 +104,8 @@ class MicrobatchRunner:
             gate=None if job.gate is None or number == 0 else Gate(job.gate, wait_at_gate),
             current=self._current,
         )
-        step = job.step
+        terms = program.terms = None if job.loss_weights is None else job.loss_weights.program(number)
+        step = job.step if terms is None else terms.recorded(job.step)
         coroutine = Coroutine(
             lambda: up_to_date(step(microbatch)), self._threads, seed=seed, streams=self.stage.streams
         )

@@ -92,6 +92,7 @@ class PlacedTensor(Tensor):
         born: segment in which it was made or last changed.
         memory: memory shared with its views and detached tensors.
         version: version of the memory that it represents.
+        is_weighted: whether a term of the loss with a weight has gone into it (``loss_weights``).
         known: value on every stage, once code after the end of the program has asked for it.
         family: number in common with its views (autograd's base), but not with detached tensors.
         offset: elements from the beginning of the memory; ``None``: unknown.
@@ -110,6 +111,7 @@ class PlacedTensor(Tensor):
     family: int
     offset: int | None = 0
     copy: object = None
+    is_weighted = False
     known: Tensor | None = None
 
     @staticmethod

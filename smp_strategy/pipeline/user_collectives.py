@@ -31,6 +31,7 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.process_counts import counting_replicas
 
 __all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 
@@ -284,7 +285,8 @@ class ReplicaCollectives:
         self._has_met = self._improvises = False
         self._exchange.opened.append(self)
         try:
-            yield
+            with counting_replicas(self._replicas.place):
+                yield
         finally:
             self._exchange.opened.remove(self)
 

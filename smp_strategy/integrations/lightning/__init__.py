@@ -10,6 +10,7 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     batch_changes                   what a step does to its batch, for the hooks that get it
     logging, logging_loggers        self.log, self.print and loggers: recorded in steps, logged once
     metrics, metric_values          torchmetrics objects, and their values for the whole batch
+    trained_metrics                 their values as a loss
     user_hooks                      module and callback hooks see the weights of all stages
     precision_plugin                loss scaling and clipping over all ranks
     manual_optimization             backward and optimizer calls of the user's step, once per batch

@@ -28,6 +28,7 @@ from smp_strategy.integrations.lightning.logging_loggers import merge_arguments,
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
 from smp_strategy.model.patching import Patches
 from smp_strategy.pipeline.join_results import StepArgument
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 
@@ -42,6 +43,8 @@ class LoggedCall:
     """Positional arguments after the value (usually ``prog_bar``)."""
     options: dict[str, Any]
     """Named arguments."""
+    is_weighted: bool = False
+    """Whether the value follows from a loss whose means over samples are those of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,8 @@ class LogRecorder:
             self._log(name, value, *flags, **options)
             return
         calls, values = current
-        calls.append(LoggedCall(name=name, flags=flags, options=options))
+        is_weighted = isinstance(value, PlacedTensor) and value.is_weighted
+        calls.append(LoggedCall(name=name, flags=flags, options=options, is_weighted=is_weighted))
         values.append(_as_it_is_now(value))
 
 
@@ -189,6 +193,8 @@ def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> t
     # A constant means the whole batch; a size computed in the step counts this microbatch.
     if all(batch_size == total for batch_size in given):
         return by_samples, total
+    if any(call.is_weighted for call, _, _ in members):
+        return by_samples, sum(given)  # type: ignore[arg-type]
     return given, sum(given)  # type: ignore[return-value, arg-type]
 
 

@@ -5,7 +5,8 @@ only. During a run, ``forward`` and ``update`` of each metric therefore get real
 replica. The states stay equal there, and ``compute`` reduces them over the replicas only. The values travel to all
 stages: a metric of the logits costs as many bytes as the logits have.
 
-``forward`` returns the value of the microbatch; ``self.log`` shows that of the whole batch
+``forward`` returns the value of the microbatch, which may be trained on
+(:mod:`smp_strategy.integrations.lightning.trained_metrics`); ``self.log`` shows that of the whole batch
 (:mod:`smp_strategy.integrations.lightning.metric_values`).
 
 A metric inside a unit is updated on the unit's stage. Outside of steps, ``compute`` first broadcasts its state to all
@@ -32,6 +33,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
+from smp_strategy.integrations.lightning.trained_metrics import may_be_trained, trained_value
 from smp_strategy.model.patching import Patches
 
 __all__ = ["MetricUpdates", "metrics_of", "share_value"]
@@ -78,7 +80,14 @@ class MetricUpdates:
 
     def _with_forward(self, metric: Metric) -> Callable[..., Any]:
         forward = functools.wraps(metric.forward)(noted_forward(metric, metric.forward))
-        return self._with_values(forward, _unknown)
+        with_values = self._with_values(forward, _unknown)
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            value = with_values(*args, **kwargs)
+            return trained_value(metric, args, kwargs) if may_be_trained(metric, args, kwargs) else value
+
+        return run
 
     def _with_values(self, method: Callable[..., Any], unknown: Callable[[], Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -44,25 +44,25 @@ def test_a_batch_with_too_few_samples_is_told_of():
 
 def test_losses_are_weighted_by_samples():
     parts, _ = parts_of(MeshShape(pp=1, dp=1))
-    assert training_job(parts, step, (2, 1, 1)).weights == [0.5, 0.25, 0.25]
-    assert training_job(parts, step, (0,)).weights == [0.0]
+    assert training_job(parts, "train", step, [0, 1, 2], (2, 1, 1)).weights == [0.5, 0.25, 0.25]
+    assert training_job(parts, "train", step, [0], (0,)).weights == [0.0]
 
 
 def test_the_number_of_samples_is_reported_once_if_there_are_several_ranks():
     parts, reports = parts_of(MeshShape(pp=1, dp=2))
     for _ in range(2):
-        training_job(parts, step, (2, 2))
+        training_job(parts, "train", step, [0, 1], (2, 2))
     assert len(reports) == 1
     assert "8 samples" in reports[0]
     parts, reports = parts_of(MeshShape(pp=1, dp=1))
-    training_job(parts, step, (2, 2))
+    training_job(parts, "train", step, [0, 1], (2, 2))
     assert not reports
 
 
 def test_evaluation_has_seeds_of_its_own_and_does_not_change_those_of_training():
     evaluated, _ = parts_of(MeshShape(pp=1, dp=1))
     plain, _ = parts_of(MeshShape(pp=1, dp=1))
-    evaluations = {evaluation_job(evaluated, step).seed for _ in range(2)}
-    trainings = [training_job(evaluated, step, (1,)).seed for _ in range(2)]
+    evaluations = {evaluation_job(evaluated, "eval", step, [0], (1,)).seed for _ in range(2)}
+    trainings = [training_job(evaluated, "train", step, [0], (1,)).seed for _ in range(2)]
     assert len({*evaluations, *trainings}) == 4
-    assert trainings == [training_job(plain, step, (1,)).seed for _ in range(2)]
+    assert trainings == [training_job(plain, "train", step, [0], (1,)).seed for _ in range(2)]

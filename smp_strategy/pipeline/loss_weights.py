@@ -1,0 +1,298 @@
+"""Weights of the terms of a loss in the microbatches of a step, so that the loss is that of the whole batch.
+
+While the first microbatch's program runs, a :class:`~smp_strategy.pipeline.batch_record.BatchRecord` follows what it
+computes from its batch, and calls that are terms (:mod:`smp_strategy.pipeline.loss_terms`) are noted by their position
+in the program. The stage that runs a term computes its count for all microbatches at that moment, before any backward:
+labels and masks are on every stage. The others do nothing, so stages need not agree on anything.
+
+A term is replaced by one whose weighted mean over the microbatches is that of the batch. So everything that follows
+from it is right as well: the loss, its parts, and what the step logs of them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.trace.pytree import leaves_of
+from smp_strategy.pipeline.batch_record import BatchRecord, OutOfSightError
+from smp_strategy.pipeline.loss_terms import (
+    Divisor,
+    MeanOver,
+    Problem,
+    Selected,
+    Term,
+    as_sum,
+    selection_by,
+    term_of,
+)
+from smp_strategy.pipeline.placed_ops import calling_line, operation_name
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
+
+__all__ = ["LossWeights", "ProgramTerms"]
+
+
+@final
+class LossWeights:
+    """Terms of the losses of one step, and their weights.
+
+    Args:
+        microbatches: arguments of the step.
+        sizes: number of samples in each.
+        applies: whether terms that this stage runs get their weights; others still know them as terms.
+
+    Attributes:
+        problems: calls whose counts are not known, as sentences.
+        is_wrong: whether a count was another one than expected.
+    """
+
+    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], *, applies: bool = True) -> None:
+        self._applies = applies
+        self.problems: dict[str, None] = {}
+        self.is_wrong = False
+        self._sizes = sizes
+        self._record = BatchRecord(microbatches, sizes)
+        # By position in the program.
+        self._terms: dict[int, tuple[Callable[..., Any], _WeightedTerm]] = {}
+
+    def program(self, number: int) -> "ProgramTerms":
+        """Terms of a microbatch's program."""
+        return ProgramTerms(self, number)
+
+    def begin(self, position: int, function: Callable[..., Any], term: Term) -> None:
+        """Note a term of the first microbatch's program."""
+        made = _WeightedMean if isinstance(term, MeanOver) else _WeightedDivisor
+        self._terms[position] = (function, made(self, self._record, self._sizes, term))  # type: ignore[arg-type]
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether there are terms; the same on all stages."""
+        return bool(self._terms)
+
+    def weighted(self, position: int, function: Callable[..., Any], number: int) -> Callable[..., Any] | None:
+        """What runs instead of ``function`` at a position of a program, if it is a term."""
+        found = self._terms.get(position)
+        if found is None or found[0] is not function:
+            return None
+        return functools.partial(found[1].run, number, function) if self._applies else function
+
+    def note(self, problem: Problem, line: str = "") -> None:
+        """Note a call whose count is not known."""
+        self.problems[f"`{problem.call}`{line}: {problem.reason}"] = None
+
+    @property
+    def record(self) -> BatchRecord:
+        """Record of the first microbatch."""
+        return self._record
+
+
+@final
+class ProgramTerms:
+    """Terms of one microbatch's program.
+
+    Args:
+        step: terms of the step.
+        number: number of the microbatch.
+
+    """
+
+    def __init__(self, step: LossWeights, number: int) -> None:
+        self._step = step
+        self._number = number
+        self._selections: dict[int, Selected] = {}
+        self._has_terms = False
+
+    def recorded(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``step``, which is recorded in the first microbatch."""
+
+        def run(microbatch: Any) -> Any:
+            with self._step.record:
+                return step(microbatch)
+
+        return step if self._number else run
+
+    def call(
+        self, interpret: Callable[..., Any], position: int, kind: str, name: str, callee: Callee, args: Any, kwargs: Any
+    ) -> Any:
+        """Let ``interpret`` make a call of the program, with the weight of a term if it is one.
+
+        Args:
+            interpret: makes it.
+            position: number of the calls before it.
+            kind, name, callee, args, kwargs: the call.
+        """
+        if kind != "op":
+            with self._set_aside():
+                return interpret(kind, name, callee, args, kwargs)
+        function = callee.function
+        with self._set_aside():
+            weighted = self._weighted(position, function, args, kwargs)
+            result = interpret(kind, name, replace(callee, compiled=weighted), args, kwargs)
+            self._note(function, args, kwargs, result, weighted is not None)
+        return result
+
+    def _set_aside(self) -> AbstractContextManager[None]:
+        """Context of code that is not the glue's."""
+        return nullcontext() if self._number else self._step.record.set_aside()
+
+    def _weighted(
+        self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        if self._number == 0:
+            found = term_of(function, args, kwargs, self._step.record, self._selections)
+            if isinstance(found, Problem):
+                if any(
+                    isinstance(each, PlacedTensor) and each.spec.requires_grad for each in leaves_of((args, kwargs))
+                ):
+                    self._step.note(found, calling_line())
+            elif found is not None:
+                self._step.begin(position, function, found)
+        weighted = self._step.weighted(position, function, self._number)
+        self._has_terms = self._has_terms or weighted is not None
+        return weighted
+
+    def _note(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_term: bool
+    ) -> None:
+        """Note the result of a call: what was selected how, and what follows from terms."""
+        if not isinstance(result, PlacedTensor) or (self._number and not self._has_terms):
+            return
+        placed = [each for each in leaves_of((args, kwargs)) if isinstance(each, PlacedTensor)]
+        result.is_weighted = is_term or any(each.is_weighted for each in placed)
+        if self._number:
+            return
+        selected = selection_by(function, args, kwargs, self._step.record)
+        if selected is None and self._selections and result.ndim:
+            before = [(each, self._selections.get(each.value.id)) for each in placed]
+            selected = next((s for each, s in before if s and each.ndim and each.shape[0] == result.shape[0]), None)
+        if selected is not None:
+            self._selections[result.value.id] = selected
+
+
+class _WeightedMean:
+    """A mean over elements of which the batch tells the number.
+
+    Args:
+        step: the step.
+        record: computes values for other microbatches.
+        sizes: number of samples in each.
+        term: the term.
+    """
+
+    def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: MeanOver) -> None:
+        self._step, self._record, self._sizes, self._term = step, record, sizes, term
+        self._counts: list[float] | None = None
+        # What the real call measures, per count; zero: unknown.
+        self._per_count = 0.0
+
+    def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the term in a microbatch."""
+        if self._counts is None:
+            self._counts = self._count(function, args, kwargs)
+        count, total = self._counts[number], sum(self._counts)
+        if number and self._per_count and not self._is_as_expected(number, args, kwargs):
+            self._step.is_wrong = True
+            self._step.note(Problem(operation_name(function), _CHANGED))
+        # In this order: exact for integers.
+        share = count * sum(self._sizes), total * self._sizes[number]
+        if share[0] == share[1]:
+            return function(*args, **kwargs)
+        if not count:
+            return as_sum(function, args, kwargs)
+        return function(*args, **kwargs) * (share[0] / share[1])
+
+    def _count(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
+        """Counts in all microbatches, or their sizes if these are not known."""
+        try:
+            with torch.no_grad():
+                counts = [self._term.count_in(self._record, each) for each in range(len(self._sizes))]
+                if isinstance(counts[0], Tensor):  # all of them by one look at the device
+                    counts = torch.stack([count.double() for count in counts]).tolist()
+                if counts[0]:
+                    self._per_count = float(self._term.measured(args, kwargs)) / counts[0]
+                return [float(each) for each in counts]
+        except _FAILED:
+            self._step.note(Problem(operation_name(function), _FAILS))
+            return [float(size) for size in self._sizes]
+
+    def _is_as_expected(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        assert self._counts is not None
+        tensor = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        if not tensor.is_cpu:  # looking would wait for the device
+            return True
+        with torch.no_grad():
+            found = float(self._term.measured(args, kwargs))
+        return abs(found - self._counts[number] * self._per_count) <= 1e-5 * max(found, 1.0)
+
+
+class _WeightedDivisor:
+    """A number of the whole batch by which a sum or a mean is divided, or multiplied.
+
+    Args:
+        step: the step.
+        record: computes values for other microbatches.
+        sizes: number of samples in each.
+        term: the term.
+    """
+
+    def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: Divisor) -> None:
+        self._step, self._record, self._sizes, self._term = step, record, sizes, term
+        self._totals: dict[int, Tensor] | None = None
+        self._has_failed = False
+
+    def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the term in a microbatch."""
+        place = self._term.place
+        given, other = args[place], args[1 - place]
+        changed = self._fair(number, given)
+        if changed is None:
+            return function(*args, **kwargs)
+        if not isinstance(given, Tensor):
+            value: Any = changed.item()
+        elif given.is_floating_point():
+            value = changed.to(given.dtype)
+        else:
+            value = changed.to(other.dtype if isinstance(other, Tensor) else torch.get_default_dtype())
+        if torch.equal(torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(given, dtype=torch.float64)):
+            return function(*args, **kwargs)
+        return function(*args[:place], value, *args[place + 1 :], **kwargs)
+
+    def _fair(self, number: int, given: Any) -> Tensor | None:
+        """Fair share of a microbatch in the number of the batch; ``None``: it is not known."""
+        if self._has_failed:
+            return None
+        try:
+            with torch.no_grad():
+                if self._totals is None:
+                    self._totals = self._record.totals(self._term.value)
+                if number and not self._is_as_expected(number, given):
+                    raise OutOfSightError
+                value = self._record.value(self._term.value, number, self._totals)
+        except _FAILED:
+            self._has_failed = self._step.is_wrong = True
+            self._step.note(Problem("the division by a sum over the batch", _FAILS))
+            return None
+        degree = self._term.value.facts.degree
+        made: Tensor = torch.as_tensor(value).double() * self._sizes[number] ** degree / sum(self._sizes) ** degree
+        return made
+
+    def _is_as_expected(self, number: int, given: Any) -> bool:
+        if isinstance(given, Tensor) and not given.is_cpu:
+            return True
+        expected = torch.as_tensor(self._record.value(self._term.value, number)).double()
+        found = torch.as_tensor(given).double()
+        if not isinstance(given, Tensor) and expected <= 1 == given:  # `max(number, 1)`
+            return True
+        return expected.shape == found.shape and torch.allclose(expected, found, rtol=1e-5, equal_nan=True)
+
+
+_WeightedTerm = _WeightedMean | _WeightedDivisor
+# What repeating code of the user on another microbatch may end with.
+_FAILED = (OutOfSightError, RuntimeError, LookupError, TypeError, ValueError)
+_FAILS = "its count cannot be computed for the other microbatches"
+_CHANGED = "its count in a microbatch is another one than the batch has told"
