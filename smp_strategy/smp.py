@@ -10,7 +10,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from smp_strategy.activations.annotations import set_activation_checkpointing
 from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
 from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint, save_checkpoint
@@ -20,6 +19,7 @@ from smp_strategy.integrations.sagemaker.creation import (
     model_creation,
     partition,
     register_parameter,
+    set_activation_checkpointing,
     set_partition,
     set_tensor_parallelism,
     tensor_parallelism,

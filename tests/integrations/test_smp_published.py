@@ -10,7 +10,7 @@ from smp_checks import assert_same, batches, net, on_ranks, plain
 from torch.optim.lr_scheduler import StepLR
 
 import smp_strategy.smp as smp
-from smp_strategy import ConfigError
+from smp_strategy import ConfigError, UnsupportedError
 from smp_strategy.checkpoint.storage.torch_load import plain_content
 
 # --- the digits: a step that returns Python numbers ----------------------------------------------------------------
@@ -179,6 +179,9 @@ def language(folder, steps, num_params):
         user_content=content,
         num_kept_partial_checkpoints=2,
     )
+    for call in (lambda: smp.set_partition(blocks[0], 1), lambda: smp.set_activation_checkpointing(blocks[0])):
+        with pytest.raises(UnsupportedError, match="is called after the first step"):
+            call()
     stages = {unit.name: unit.stage for unit in model.engine.partition.units}
     assert told == ["partition"]
     assert stages == {"inlet": 0, "outlet": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.errors import ConfigError
+from smp_strategy.activations import annotations as checkpoint_notes
+from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 from smp_strategy.model import annotations as stages
 from smp_strategy.tensor_parallel.plan import annotations as split_notes
@@ -20,6 +21,7 @@ __all__ = [
     "model_creation",
     "partition",
     "register_parameter",
+    "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
     "tensor_parallelism",
@@ -44,8 +46,25 @@ def partition(index: int) -> AbstractContextManager[None]:
 
 
 def set_partition(module: Module, index: int) -> Module:
-    """Place ``module`` and everything that it holds now on stage ``index``; ignored with ``auto_partition``."""
+    """Place ``module`` and everything that it holds now on stage ``index``; ignored with ``auto_partition``.
+
+    Raises:
+        UnsupportedError: the first step has decided on the partition.
+    """
+    _refuse_late("smp.set_partition", module)
     return module if _is_ignored("smp.set_partition") else stages.set_partition(module, index)
+
+
+def set_activation_checkpointing(
+    module: Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
+) -> Module:
+    """Checkpoint ``module``: see :func:`smp_strategy.activations.annotations.set_activation_checkpointing`.
+
+    Raises:
+        UnsupportedError: the first step has decided on the partition.
+    """
+    _refuse_late("smp.set_activation_checkpointing", module)
+    return checkpoint_notes.set_activation_checkpointing(module, preserve_rng_state, pack_args_as_tuple, strategy)
 
 
 def tp_register_with_module(
@@ -131,6 +150,15 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True) -
             f"`checkpoint` takes a module, but got {module!r}. Use `torch.utils.checkpoint` for functions."
         )
     return torch_checkpoint.checkpoint(module, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+def _refuse_late(call: str, module: nn.Module) -> None:
+    models = current_run().models if is_initialized() else ()
+    if any(model.partitioned and any(part is module for part in model.module.modules()) for model in models):
+        raise UnsupportedError(
+            f"`{call}` is called after the first step, which has decided where modules run and what they keep. Call it "
+            "before."
+        )
 
 
 def _is_ignored(call: str) -> bool:
