@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Windows", "bounded", "read_folder", "split", "standard_library"]
+__all__ = ["Windows", "bounded", "modules", "read_folder", "split", "standard_library"]
 
 HELD_OUT = 0.1  # part of each document that validation reads
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
 
 
 class Windows(Dataset[Tensor]):
@@ -41,9 +42,6 @@ def standard_library() -> Iterator[bytes]:
     yield "\n\n".join(text for _, text in sorted(topics.items())).encode()
     for path in modules(sysconfig.get_path("stdlib")):
         yield path.read_bytes()
-
-
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
 
 
 def modules(folder: str) -> Iterator[Path]:

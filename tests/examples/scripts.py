@@ -1,7 +1,7 @@
 """Run a script as if it had been started, without the ten seconds of computing that it takes to import Lightning.
 
-A forked process has imported everything already. What starts ranks by itself, or is about starting them, is tested with
-real processes (``test_runs.py``, ``tests/integrations/test_lightning_launch.py``).
+A forked process has imported everything already. What starts ranks by itself, or is about starting them, runs in forks
+that a launcher starts (:mod:`tests.interpreters`), and once per launcher in real processes.
 """
 
 import faulthandler

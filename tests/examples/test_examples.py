@@ -1,12 +1,13 @@
 """The examples: the data they read, the pictures they draw, and whole runs of ``examples/train.py``."""
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from corpus import bounded, read_folder, split, standard_library
+from corpus import bounded, modules, read_folder, split, standard_library
 from gpt import GPT
 from optimization import Recipe
 from plot import plot_losses, read_curve
@@ -45,6 +46,16 @@ def test_the_standard_library_is_megabytes_of_text_with_its_reference_first():
 
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(corpus):
     assert [document[:2] for document in read_folder(corpus)] == [b"\x00\x01", b"yy"]
+
+
+def test_modules_come_by_their_names_and_folders_that_are_skipped_are_not_looked_into(tmp_path, monkeypatch):
+    for name in ("b.py", "a/c.py", "a.py", "test/d.py", "a/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    looked_into, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: looked_into.append(folder) or scandir(folder))
+    assert list(modules(str(tmp_path))) == [tmp_path / name for name in ("a/c.py", "a.py", "b.py")]
+    assert looked_into == [str(tmp_path), str(tmp_path / "a")]
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path):
