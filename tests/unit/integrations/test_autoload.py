@@ -37,7 +37,7 @@ def python(code: str, **environment: str) -> str:
 # that it is given in a forked process, and says with which exit code that has ended.
 PREPARED = """
 import json, os, sys, traceback
-import torch, torchmetrics
+import torch._dynamo, torch.onnx, torchmetrics
 assert not {"lightning", "pytorch_lightning", "smp_strategy"} & sys.modules.keys()
 for line in sys.stdin:
     code, told = json.loads(line)
