@@ -4,6 +4,7 @@ With ``--sparse`` grids of cases are thinned out, see :mod:`tests.grids`. A proc
 :mod:`tests.warm`.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     return f"cases of grids: --sparse --day {config.option.day}" if config.option.sparse else None
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays. Otherwise each full collection visits it all, which takes half a second, hundreds
+    # of times.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,12 +2,17 @@
 
 Nothing can be taken out of such a cache, and it does not tell what it holds. But the garbage collector knows what an
 object refers to. A cache that has got a fake tensor is emptied: its function computes the others again, too.
+
+The garbage collector does not tell which objects are frozen (``gc.freeze``, which processes call before they fork). So
+the modules are searched as well where some are.
 """
 
 import functools
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, final
 
 import torch
@@ -19,6 +24,8 @@ __all__ = ["MemoizedFunctions", "hide_fakes"]
 
 _Memoized = functools._lru_cache_wrapper
 _MOST_LEVELS = 4
+# Symbolic sizes are computed with hundreds of large caches, of expressions only.
+_OF_SYMBOLS = ("sympy.", "mpmath.")
 
 
 @final
@@ -37,12 +44,33 @@ class MemoizedFunctions:
     def without_fakes(self) -> Iterator[None]:
         """Context of a dry run: afterwards no cache holds fake tensors of it."""
         if self._found is None:
-            found = [each for each in gc.get_referrers(_Memoized) if type(each) is _Memoized]
-            self._found = [(each, each.cache_info().misses) for each in found]
+            self._found = [(each, each.cache_info().misses) for each in _memoized_functions()]
         try:
             yield
         finally:
             self._found = [(each, _emptied_of_fakes(each, misses)) for each, misses in self._found]
+
+
+def _memoized_functions() -> list["_Memoized[Any]"]:
+    found = [each for each in gc.get_referrers(_Memoized) if type(each) is _Memoized]
+    if gc.get_freeze_count():
+        found += [each for module in list(sys.modules.values()) for each in _defined_in(module)]
+    return [each for each in dict.fromkeys(found) if not (each.__module__ or "").startswith(_OF_SYMBOLS)]
+
+
+@functools.cache
+def _defined_in(module: ModuleType) -> tuple["_Memoized[Any]", ...]:
+    """Functions of a module, and methods of its classes. Later ones are not frozen."""
+    values = list(getattr(module, "__dict__", {}).values())
+    seen = set[int]()
+    for each in values:
+        # Not `isinstance`: it asks an object, and some import more, or warn, when they are asked.
+        is_new_class = issubclass(type(each), type) and id(each) not in seen
+        if is_new_class and vars(each).get("__module__") == module.__name__:
+            seen.add(id(each))
+            values += vars(each).values()  # also of the classes inside this one
+    inside = [each.__func__ if type(each) in (staticmethod, classmethod) else each for each in values]
+    return tuple(each for each in inside if type(each) is _Memoized)
 
 
 def _emptied_of_fakes(memoized: "_Memoized[Any]", misses: int) -> int:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.distributed.crash_report import chosen, shorten
+from tests.unit.without_torch import STAND_IN
 
 
 @given(st.lists(st.booleans(), max_size=60))
@@ -80,8 +81,11 @@ def test_nothing_is_left_out_if_all_is_asked_for(monkeypatch):
     assert "left out" not in text
 
 
+KEEP_SHORT = "from smp_strategy.distributed.crash_report import keep_short\nkeep_short()\n"
+
+
 def printed(body, **environment):
-    script = "from smp_strategy.distributed.crash_report import keep_short\nkeep_short()\n" + textwrap.dedent(body)
+    script = STAND_IN + KEEP_SHORT + textwrap.dedent(body)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     return done.stderr
@@ -95,16 +99,18 @@ def test_what_another_rank_has_failed_of_is_one_line():
         except ZeroDivisionError as error:
             raise PeerFailedError("rank 1 failed first: its own words") from error
     """
-    assert printed(body) == "smp_strategy.errors.PeerFailedError: rank 1 failed first: its own words\n"
+    told = printed(body)
+    assert told == "smp_strategy.errors.PeerFailedError: rank 1 failed first: its own words\n"
     assert "ZeroDivisionError" in printed(body, SMP_FULL_TRACEBACK="1")
     # With very many ranks on a machine the first ones are enough.
-    assert printed(body, LOCAL_RANK="7") == printed(body)
+    assert printed(body, LOCAL_RANK="7") == told
     assert printed(body, LOCAL_RANK="8") == ""
 
 
 def test_an_error_of_ones_own_keeps_its_traceback():
-    assert printed("def mine():\n    1 / 0\nmine()").count("ZeroDivisionError") == 1
-    assert "in mine" in printed("def mine():\n    1 / 0\nmine()")
+    told = printed("def mine():\n    1 / 0\nmine()")
+    assert told.count("ZeroDivisionError") == 1
+    assert "in mine" in told
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 3)])

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-# A thread makes tensors which the main thread frees, as backward does; prints the page faults of later rounds.
+# A thread makes blocks which the main thread frees, as backward does; prints the page faults of later rounds. PyTorch
+# would take its blocks from the same malloc, and seconds to import.
 ROUNDS = """
 import ctypes, resource, sys, threading
-import torch
 from smp_strategy.distributed.malloc import keep_freed_memory
 
 # Where glibc starts: each large block that is freed raises it, in builds of torch for CUDA while they are imported.
@@ -22,7 +22,7 @@ held = []
 def microbatch():
     for _ in range(4):
         go.acquire()
-        held.extend(torch.ones(256 * 1024) for _ in range(100))
+        held.extend(bytearray(1024 * 1024) for _ in range(100))
         done.release()
 go, done = threading.Semaphore(0), threading.Semaphore(0)
 threading.Thread(target=microbatch, daemon=True).start()

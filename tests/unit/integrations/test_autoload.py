@@ -1,8 +1,10 @@
 """Registering with Lightning: early enough, lazily, and never in anybody's way."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +12,70 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def python(code: str, **environment: str) -> str:
-    """Run ``code`` in a fresh interpreter and return what it prints."""
+def start(code: str, **environment: str) -> "subprocess.Popen[str]":
+    """A fresh interpreter that runs ``code``."""
     paths = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+
+
+def python(code: str, **environment: str) -> str:
+    """Run ``code`` in a fresh interpreter and return what it prints."""
+    process = start(code, **environment)
+    told, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    return told.strip()
+
+
+# An interpreter that has imported what Lightning imports, and neither Lightning nor this package. It runs each code
+# that it is given in a forked process, and says with which exit code that has ended.
+PREPARED = """
+import json, os, sys, traceback
+import torch._dynamo, torch.onnx, torchmetrics
+assert not {"lightning", "pytorch_lightning", "smp_strategy"} & sys.modules.keys()
+for line in sys.stdin:
+    code, told = json.loads(line)
+    child = os.fork()
+    if not child:
+        file = open(told, "w")
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        ended = 1
+        try:
+            exec(code, {"__name__": "__main__"})
+            ended = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """As :func:`python`, without the time that it takes to import PyTorch."""
+    told = tmp_path_factory.mktemp("prepared") / "told.txt"
+    process = start(PREPARED)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask(code: str) -> str:
+        process.stdin.write(json.dumps([code, str(told)]) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline().strip()
+        assert answer == "0", answer + told.read_text()
+        return told.read_text().strip()
+
+    yield ask
+    process.communicate(timeout=100)
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -44,11 +97,18 @@ print(sorted({"torch", "lightning", "pytorch_lightning", "numpy", "hydra"} & set
         ("pytorch_lightning", "after"),
     ],
 )
-def test_smp_is_registered_whichever_import_comes_first(tree, order):
+def test_smp_is_registered_whichever_import_comes_first_and_fits_the_lightning_that_the_script_uses(
+    tree, order, prepared
+):
     imports = [f"import {tree}.strategies as strategies", "import smp_strategy"]
     code = "\n".join(imports if order == "before" else reversed(imports))
-    more = "import inspect; source = inspect.getsource(strategies)"  # the genuine loader is still there
-    assert python(f"{code}\n{more}\nprint('smp' in strategies.StrategyRegistry, len(source) > 100)") == "True True"
+    more = """
+import inspect
+source = inspect.getsource(strategies)  # the genuine loader is still there
+print("smp" in strategies.StrategyRegistry, len(source) > 100, smp_strategy.SMPStrategy.__module__)
+"""
+    home = {"lightning.pytorch": "integrations.lightning", "pytorch_lightning": "pytorch_lightning"}[tree]
+    assert prepared(code + more) == f"True True smp_strategy.{home}"
 
 
 def test_it_can_be_switched_off():
@@ -61,16 +121,19 @@ print(sum(isinstance(finder, RegistryFinder) for finder in sys.meta_path))
     assert python(count, SMP_AUTOLOAD="0") == "0"
 
 
-def test_a_failure_while_registering_does_not_reach_the_import():
+def test_a_failure_while_registering_does_not_reach_the_import_of_the_newer_lightning(prepared):
+    """Which is the one that is imported where the script has not chosen."""
     code = """
+import sys
 from smp_strategy.integrations import autoload
 def broken(module):
+    tried.append(module.__name__)
     raise RuntimeError("broken")
-autoload.register = broken
-import lightning.pytorch.strategies
-print("imported")
+tried, autoload.register = [], broken
+from smp_strategy import SMPStrategy
+print("lightning.pytorch.strategies" in tried, SMPStrategy.__module__)
 """
-    assert python(code) == "imported"
+    assert prepared(code) == "True smp_strategy.integrations.lightning"
 
 
 def test_a_module_that_is_still_being_imported_is_left_alone():
@@ -85,18 +148,6 @@ autoload.autoload()
 print("survived")
 """
     assert python(code) == "survived"
-
-
-@pytest.mark.parametrize(
-    ("imports", "expected"),
-    [
-        ("import lightning.pytorch", "smp_strategy.integrations.lightning"),
-        ("import pytorch_lightning", "smp_strategy.pytorch_lightning"),
-        ("", "smp_strategy.integrations.lightning"),
-    ],
-)
-def test_the_strategy_fits_the_lightning_that_the_script_uses(imports, expected):
-    assert python(f"{imports}\nfrom smp_strategy import SMPStrategy; print(SMPStrategy.__module__)") == expected
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -56,7 +56,7 @@ def settings_of_a_run(draw: st.DrawFn) -> tuple[SMPConfig, PlanningInput, int, P
     return config, program, num_stages, policy
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(settings_of_a_run())
 def test_under_every_policy_no_contiguous_partition_costs_less_than_the_bound(run):
     config, program, num_stages, policy = run
@@ -161,7 +161,7 @@ def full_stages(draw: st.DrawFn) -> PlanningInput:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(full_stages(), st.sampled_from([Policy("1f1b"), Policy("simple"), Policy("interleaved")]))
 def test_cuts_and_what_units_keep_are_the_best_together(program, policy):
     options = config(microbatches=3)

@@ -13,6 +13,7 @@ import pytest
 
 from smp_strategy.integrations.autoload import RARELY
 from smp_strategy.integrations.lightning.child_processes import how_it_ended
+from tests.unit.without_torch import STAND_IN
 
 
 @pytest.mark.parametrize(
@@ -28,11 +29,10 @@ def test_a_signal_is_named(code, words):
     assert how_it_ended(7, code).startswith(words)
 
 
-# Importing what is tested takes seconds, so it is done once, and the processes that are started do without.
 LAUNCHER = """
     import os, sys, time
     from smp_strategy.integrations.lightning import child_processes as children
-    children.GRACE_SECONDS = 0.2
+    children.GRACE_SECONDS, children._POLL_SECONDS = 0.2, 0.05
     processes = []
     ours = children.Children(processes)
     for rank, body in enumerate(sys.argv[1:], 1):
@@ -42,7 +42,7 @@ LAUNCHER = """
 
 
 def launched(then: str, *bodies: str):
-    script = textwrap.dedent(LAUNCHER) + textwrap.dedent(then)
+    script = STAND_IN + textwrap.dedent(LAUNCHER) + textwrap.dedent(then)
     return subprocess.run(
         [sys.executable, "-c", script, *bodies], capture_output=True, text=True, timeout=60, check=False
     )
@@ -70,7 +70,7 @@ def test_an_exit_code_ends_it_unless_the_child_ended_on_purpose(code, expected):
 
 
 def test_a_child_that_is_expected_to_end_is_ended_in_silence():
-    done = launched("ours.end(patience=0.1); time.sleep(1)", "import time; time.sleep(50)")
+    done = launched("ours.end(patience=0.1); time.sleep(0.5)", "import time; time.sleep(50)")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -92,7 +92,7 @@ CHILD = """
 import os, pathlib, sys, threading, time
 sys.path[:0] = {path!r}
 from smp_strategy.integrations.lightning import child_processes as children
-children.GRACE_SECONDS = 0.2
+children.GRACE_SECONDS, children._POLL_SECONDS = 0.2, 0.05
 children.end_with_launcher()
 assert "SMP_LAUNCHER" not in os.environ
 pathlib.Path("begun").write_text(str(os.getpid()))
@@ -113,7 +113,7 @@ def test_a_child_ends_if_the_process_is_killed_that_has_started_it(end, goes_on,
     """One that ends as it should, or says why it does not, has seen to the others itself."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
-    launched(textwrap.dedent(WAITING) + end, CHILD.format(path=sys.path, seconds=2 if goes_on else 50))
+    launched(textwrap.dedent(WAITING) + end, STAND_IN + CHILD.format(path=sys.path, seconds=1 if goes_on else 50))
     child = int((tmp_path / "begun").read_text())
     deadline = time.monotonic() + 30
     while is_alive(child) and time.monotonic() < deadline:

@@ -161,6 +161,8 @@ def inputs_of(name: str, batch: int, length: int) -> Tensor:
             return inputs(batch, 4, length, length + 3)
         case "upsampling" | "adaptive pooling":
             return inputs(batch, 16, length)
+        case "recurrent":  # the dry run takes a while for each place
+            return inputs(batch, length // 4, 16)
     return inputs(batch, length, 16)
 
 
@@ -183,10 +185,11 @@ def test_a_length_of_one_has_a_dry_run_of_its_own(counted):
         counted.check(UNITS["attention"], inputs(4, length, 16))
 
 
-@pytest.mark.parametrize("unit", [Loop(), Chunks(), UNITS["recurrent"]])
-def test_code_that_counts_a_size_runs_dry_for_each(counted, unit):
+@pytest.mark.parametrize("name", ["loop", "chunks", "recurrent"])
+def test_code_that_counts_a_size_runs_dry_for_each(counted, name):
+    unit = {"loop": Loop(), "chunks": Chunks(), **UNITS}[name]
     for length in LENGTHS[:5]:
-        counted.check(unit, inputs(4, length, 16))
+        counted.check(unit, inputs_of(name, 4, length))
 
 
 def test_results_that_depend_on_values_are_found_out_as_before(counted):
@@ -250,7 +253,7 @@ def test_operations_with_new_sizes_are_predicted(counted, name):
     assert runs[2:] == [0] * len(runs[2:])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(sorted(UNITS)),
     st.lists(st.tuples(st.integers(1, 9), st.integers(8, 99)), min_size=3, max_size=4),

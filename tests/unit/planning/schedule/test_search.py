@@ -93,13 +93,22 @@ def least(works: list[Work], num_microbatches: int, splits: bool) -> float:
     return max(bounds)
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_no_timetable_is_two_percent_faster(splits):
+def chains() -> list[tuple[list[Work], int]]:
+    """The stages of twenty chains, with their numbers of microbatches."""
     rng = random.Random(5)
-    undecided = 0
+    found = []
     for _ in range(20):
         stages, count = rng.choice([2, 3, 4]), rng.randint(1, 8)
-        works = [Work(*(rng.uniform(0.5, 1.5) for _ in range(3))) for _ in range(stages)]
+        found.append(([Work(*(rng.uniform(0.5, 1.5) for _ in range(3))) for _ in range(stages)], count))
+    return found
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("splits", "part"), [(splits, part) for splits in (False, True) for part in range(5)])
+def test_no_timetable_is_two_percent_faster(splits, part):
+    undecided = 0
+    for works, count in chains()[part::5]:
+        stages = len(works)
         policies = [p for p in candidates(stages, count, num_units=stages) if splits or not p.splits_backward]
         found = search(chain_of(works), count, policies, losses=Losses(split=0.0)).plan
         target = found.makespan / 1.02
@@ -107,7 +116,7 @@ def test_no_timetable_is_two_percent_faster(splits):
             better = can_end_by(works, count, splits, target, seconds=20.0)
             assert better is not True, (works, count)
             undecided += better is None
-    assert undecided <= 2
+    assert undecided <= 1
 
 
 @given(programs(), st.integers(1, 4), st.none() | st.integers(1, 3))
@@ -122,9 +131,9 @@ def test_what_is_found_can_be_carried_out(program, num_microbatches, active):
 
 def test_less_memory_takes_more_time():
     flow, policies = chain_of([Work(1.0, 1.0, 1.0)] * 4, saved_bytes=10), candidates(4, 8, num_units=4)
-    limits = (None, 70, 60, 50, 40)
+    limits = (None, 60, 40)
     plans = [search(flow, 8, policies, Link(1.0, 1e12), most_bytes=[limit] * 4).plan for limit in limits]
-    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [80, 70, 60, 50, 40]
+    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [80, 60, 40]
     times = [plan.makespan for plan in plans]
     assert times == sorted(times)
     assert times[-1] > times[0] * 1.2

@@ -52,9 +52,11 @@ def test_no_row_is_shorter_than_its_bound(program, num_microbatches, splits):
             assert end_of(row) >= graph.least_makespan(splits=splits, steps=STEPS) * (1 - 1e-9)
 
 
-def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orders():
-    rng = random.Random(3)
-    for _ in range(15):
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orders(seed):
+    rng = random.Random(seed)
+    for _ in range(4):
         stages = rng.choice([2, 3, 4])
         count = 2 * stages
         flow = chain_of([Work(*(rng.uniform(0.9, 1.1) for _ in range(3))) for _ in range(stages)])
@@ -71,6 +73,7 @@ def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orde
         assert found.period <= 1.02 * busiest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placement", [Policy("zb-v", 2), Policy("1f1b", 2)], ids=["v", "loop"])
 def test_with_two_chunks_the_busiest_stage_waits_for_next_to_nothing(placement):
     # As the passes of a transformer's block (arXiv:2401.10241, table 1).
