@@ -187,18 +187,7 @@ def run(losses: Sequence[Callable[[Net, Batch], Tensor]], samples: int, options:
     return [run_one(loss, samples, options) for loss in losses]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "samples", "options", "losses"),
-    [
-        (2, 8, {"pipeline_parallel_degree": 2, "microbatches": 4}, LOSSES),
-        (2, 7, {"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": "1f1b"}, SOME),
-        (4, 8, {"pipeline_parallel_degree": 2, "microbatches": 4, "sharded_data_parallel_degree": 2}, SOME),
-        (2, 8, {"pipeline_parallel_degree": 2, "microbatches": 8, "virtual_pipeline_degree": 2}, SOME),
-        (1, 8, {"pipeline_parallel_degree": 1, "microbatches": 4}, SOME),
-    ],
-    ids=str,
-)
-def test_losses_and_gradients_are_those_of_the_whole_batch(ranks, samples, options, losses):
+def check(losses: Sequence[Callable[[Net, Batch], Tensor]], ranks: int, samples: int, options: dict[str, Any]) -> None:
     expected = [whole(loss, batch_of(samples)) for loss in losses]
     results = run_ranks(run, ranks, losses, samples, options)
     for loss, (value, gradients), *found in zip(losses, expected, *results, strict=True):
@@ -207,6 +196,23 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(ranks, samples, optio
             assert torch.allclose(evaluated, value, rtol=1e-6), (loss.__name__, evaluated, value)
             assert not reports, loss.__name__
             torch.testing.assert_close(own, gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_losses_and_gradients_are_those_of_the_whole_batch():
+    check(LOSSES, 2, 8, {"pipeline_parallel_degree": 2, "microbatches": 4})
+
+
+LAYOUTS = {
+    "uneven microbatches": (2, 7, {"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": "1f1b"}),
+    "stages of shards": (4, 8, {"pipeline_parallel_degree": 2, "microbatches": 4, "sharded_data_parallel_degree": 2}),
+    "two chunks": (2, 8, {"pipeline_parallel_degree": 2, "microbatches": 8, "virtual_pipeline_degree": 2}),
+    "one rank": (1, 8, {"pipeline_parallel_degree": 1, "microbatches": 4}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_in_every_layout(layout):
+    check(SOME, *LAYOUTS[layout])
 
 
 # Counts that are not known beforehand
