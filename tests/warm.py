@@ -5,6 +5,7 @@ shapes. A forked rank that does it is done with it in a fraction of a second and
 the process that forks them trains a small model once, alone, and all ranks inherit the result.
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -22,9 +23,11 @@ __all__ = ["warm_up"]
 def warm_up() -> None:
     """Train a small model in this process, once per process; nothing is left behind but what is cached."""
     threads, rng_state, environment = torch.get_num_threads(), torch.get_rng_state(), dict(os.environ)
+    logging.disable()  # a test that fails shows what has been logged
     _engine()
     if "lightning.pytorch" in sys.modules:
         _trainer()
+    logging.disable(logging.NOTSET)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_rng_state(rng_state)
