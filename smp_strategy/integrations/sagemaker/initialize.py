@@ -30,8 +30,8 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     """Begin a run. Collective.
 
     Parameters that the launcher gives (``SM_HP_MP_PARAMETERS``) take precedence over ``config``, and ``SMP_<OPTION>``
-    variables over both. Until a model is wrapped another call begins again: in a training container Transformers makes
-    the first one when its TrainingArguments are imported. The launcher is ``torchrun`` or ``mpirun``; a process that was
+    variables over both. Until a model is wrapped another call begins again: in a training container the import of
+    Transformers' TrainingArguments makes the first one. The launcher is ``torchrun`` or ``mpirun``; a process that was
     started alone is the only rank.
 
     Args:
