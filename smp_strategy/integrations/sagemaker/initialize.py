@@ -13,7 +13,13 @@ from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.errors import SMPError
-from smp_strategy.integrations.sagemaker.run_state import RunState, begin_current, end_current, is_initialized
+from smp_strategy.integrations.sagemaker.run_state import (
+    RunState,
+    begin_current,
+    current_run,
+    end_current,
+    is_initialized,
+)
 from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
 from smp_strategy.integrations.sagemaker.unwrapped_calls import GlobalClipping, refuse_unwrapped
 
@@ -24,17 +30,23 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     """Begin a run. Collective.
 
     Parameters that the launcher gives (``SM_HP_MP_PARAMETERS``) take precedence over ``config``, and ``SMP_<OPTION>``
-    variables over both. The launcher is ``torchrun`` or ``mpirun``; a process that was started alone is the only rank.
+    variables over both. Until a model is wrapped another call begins again: in a training container the import of
+    Transformers' TrainingArguments makes the first one. The launcher is ``torchrun`` or ``mpirun``; a process that was
+    started alone is the only rank.
 
     Args:
         config: SageMaker's parameters, or the path of a JSON file with them.
 
     Raises:
         ConfigError: a mistake in the configuration, or degrees that do not fit the number of ranks.
-        SMPError: a run has begun already.
+        SMPError: a run has begun already, with a model.
     """
     if is_initialized():
-        raise SMPError("`smp.init` was called before. Call `smp.shutdown()` to begin another run.")
+        if current_run().models:
+            raise SMPError(
+                "`smp.init` was called before, and a model is wrapped. Call `smp.shutdown()` to begin another run."
+            )
+        end_current()
     keep_short()
     device = choose_device()
     ensure_process_group(device)
