@@ -38,6 +38,7 @@ from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.optimizer_settings import ComparedSettings
+from smp_strategy.engine.own_parameters import OwnParameters
 from smp_strategy.engine.sharded_parameters import shard_parameters
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
@@ -140,7 +141,7 @@ class LocalModel:
             keeps_buffers=not config.broadcast_buffers,
             sums=replica_sums(mesh, delayed.device, config.ddp_reduction),
         )
-        self._made_of = list(module.parameters())
+        self._own = OwnParameters(module)
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
@@ -159,8 +160,7 @@ class LocalModel:
     @property
     def is_spread_as_made(self) -> bool:
         """Whether no rank has the full module, and it still has the parameters that this local model was made of."""
-        now = list(self._module.parameters())
-        return self.whole_on == "none" and list(map(id, now)) == list(map(id, self._made_of))
+        return self.whole_on == "none" and self._own.are_those_of_now()
 
     @property
     def is_whole_here(self) -> bool:
@@ -371,6 +371,7 @@ class LocalModel:
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more than a rank has, also after parameters were added or unfrozen."""
+        self._own.refuse_others(optimizers)
         if self._updates_all:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
