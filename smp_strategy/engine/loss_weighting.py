@@ -36,7 +36,8 @@ class LossWeighting:
         self._current = None
         if not self._is_on or len(sizes) < 2 or kind in self._without:
             return None
-        weights = LossWeights(microbatches, sizes, applies=kind not in self._wrong)
+        applies = kind not in self._wrong
+        weights = LossWeights(microbatches, sizes, applies=applies, tells=not self._has_reported)
         self._current = (kind, weights)
         return weights
 

@@ -11,7 +11,6 @@ from it is right as well: the loss, its parts, and what the step logs of them.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -45,14 +44,18 @@ class LossWeights:
         microbatches: arguments of the step.
         sizes: number of samples in each.
         applies: whether terms that this stage runs get their weights; others still know them as terms.
+        tells: whether problems are of interest.
 
     Attributes:
+        tells: as given.
         problems: calls whose counts are not known, as sentences.
         is_wrong: whether a count was another one than expected.
     """
 
-    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], *, applies: bool = True) -> None:
-        self._applies = applies
+    def __init__(
+        self, microbatches: Sequence[Any], sizes: Sequence[int], *, applies: bool = True, tells: bool = True
+    ) -> None:
+        self._applies, self.tells = applies, tells
         self.problems: dict[str, None] = {}
         self.is_wrong = False
         self._sizes = sizes
@@ -126,52 +129,61 @@ class ProgramTerms:
             position: number of the calls before it.
             kind, name, callee, args, kwargs: the call.
         """
-        if kind != "op":
-            with self._set_aside():
+        if self._number:
+            return self._follow(interpret, position, kind, name, callee, args, kwargs)
+        with self._step.record.set_aside():
+            if kind != "op":
                 return interpret(kind, name, callee, args, kwargs)
-        function = callee.function
-        with self._set_aside():
-            weighted = self._weighted(position, function, args, kwargs)
+            function = callee.function
+            self._look(position, function, args, kwargs)
+            weighted = self._step.weighted(position, function, 0)
             result = interpret(kind, name, replace(callee, compiled=weighted), args, kwargs)
-            self._note(function, args, kwargs, result, weighted is not None)
+            if isinstance(result, PlacedTensor):
+                self._mark(result, args, kwargs, is_term=weighted is not None)
+                self._note_selection(function, args, kwargs, result)
         return result
 
-    def _set_aside(self) -> AbstractContextManager[None]:
-        """Context of code that is not the glue's."""
-        return nullcontext() if self._number else self._step.record.set_aside()
+    def _follow(
+        self, interpret: Callable[..., Any], position: int, kind: str, name: str, callee: Callee, args: Any, kwargs: Any
+    ) -> Any:
+        """Make a call of a later microbatch, whose terms are where the first one has them."""
+        weighted = self._step.weighted(position, callee.function, self._number) if kind == "op" else None
+        if weighted is not None:
+            self._has_terms = True
+            callee = replace(callee, compiled=weighted)
+        result = interpret(kind, name, callee, args, kwargs)
+        if self._has_terms and kind == "op" and isinstance(result, PlacedTensor):
+            self._mark(result, args, kwargs, is_term=weighted is not None)
+        return result
 
-    def _weighted(
-        self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Callable[..., Any] | None:
-        if self._number == 0:
-            found = term_of(function, args, kwargs, self._step.record, self._selections)
-            if isinstance(found, Problem):
-                if any(
-                    isinstance(each, PlacedTensor) and each.spec.requires_grad for each in leaves_of((args, kwargs))
-                ):
-                    self._step.note(found, calling_line())
-            elif found is not None:
-                self._step.begin(position, function, found)
-        weighted = self._step.weighted(position, function, self._number)
-        self._has_terms = self._has_terms or weighted is not None
-        return weighted
+    def _look(self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Find out whether a call of the first microbatch is a term."""
+        found = term_of(function, args, kwargs, self._step.record, self._selections)
+        if found is None:
+            return
+        if not isinstance(found, Problem):
+            self._step.begin(position, function, found)
+        elif self._step.tells and any(each.spec.requires_grad for each in _placed(args, kwargs)):
+            self._step.note(found, calling_line())
 
-    def _note(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_term: bool
+    def _mark(self, result: PlacedTensor, args: Sequence[Any], kwargs: dict[str, Any], *, is_term: bool) -> None:
+        """Note whether a term with a weight has gone into a result."""
+        result.is_weighted = is_term or any(each.is_weighted for each in _placed(args, kwargs))
+
+    def _note_selection(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: PlacedTensor
     ) -> None:
-        """Note the result of a call: what was selected how, and what follows from terms."""
-        if not isinstance(result, PlacedTensor) or (self._number and not self._has_terms):
-            return
-        placed = [each for each in leaves_of((args, kwargs)) if isinstance(each, PlacedTensor)]
-        result.is_weighted = is_term or any(each.is_weighted for each in placed)
-        if self._number:
-            return
+        """Note how the elements of a result were selected, by this call or before it."""
         selected = selection_by(function, args, kwargs, self._step.record)
         if selected is None and self._selections and result.ndim:
-            before = [(each, self._selections.get(each.value.id)) for each in placed]
+            before = [(each, self._selections.get(each.value.id)) for each in _placed(args, kwargs)]
             selected = next((s for each, s in before if s and each.ndim and each.shape[0] == result.shape[0]), None)
         if selected is not None:
             self._selections[result.value.id] = selected
+
+
+def _placed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PlacedTensor]:
+    return [each for each in leaves_of((args, kwargs)) if isinstance(each, PlacedTensor)]
 
 
 class _WeightedMean:
