@@ -14,7 +14,7 @@ ROUNDING = 1e-10
 ENOUGH = 100_000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_no_contiguous_partition_is_better_and_that_is_proven(case: Case):
     costs = [case.cost(case.problem.stage_of(starts)) for starts in case.candidates()]
