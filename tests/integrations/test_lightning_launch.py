@@ -168,7 +168,7 @@ FAILING = """
 def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_path):
     code, output, seconds = run_forked(tmp_path, FAILING.format(rank=rank, layout=layout))
     assert code != 0
-    assert seconds < 60  # on a machine that may be busy
+    assert seconds < 150  # on a machine that may be busy
     first_error = re.search(r"^.*Error: .*$", output, re.MULTILINE)
     assert first_error is not None, output
     assert "ValueError: a mistake of the user" in first_error[0]
@@ -216,7 +216,7 @@ def test_a_signal_ends_all_ranks_and_is_named_in_few_lines(rank, fault, layout, 
     assert re.search(said, output), output
     assert "Traceback" not in output
     assert len(output.splitlines()) <= 60, output
-    assert seconds < 60
+    assert seconds < 150
 
 
 HYDRA = """
