@@ -58,6 +58,7 @@ class LossWeighting:
                 self._wrong.add(current)
             if not weights.has_terms:
                 self._without[current] = None
+            weights.close()
         if kind in self._without and path is not None:
             known = self._without[kind]
             if known is None:

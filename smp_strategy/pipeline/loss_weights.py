@@ -77,6 +77,10 @@ class LossWeights:
         """Whether there are terms; the same on all stages."""
         return bool(self._terms)
 
+    def close(self) -> None:
+        """Break the reference cycle with the terms at the end of the step."""
+        self._terms.clear()
+
     def weighted(self, position: int, function: Callable[..., Any], number: int) -> Callable[..., Any] | None:
         """What runs instead of ``function`` at a position of a program, if it is a term."""
         found = self._terms.get(position)
