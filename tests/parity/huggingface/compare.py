@@ -70,7 +70,9 @@ def one_rank(architecture: Architecture, stages: int) -> tuple[Tensors, Tensors,
     """The same on one rank of a pipeline: its gradients, all weights on rank 0, and the stages of the units."""
     model = architecture.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(SMPConfig(pipeline_parallel_degree=stages, microbatches=MICROBATCHES, **architecture.strategy))
+    # The reference is a process that accumulates over the same microbatches, bit for bit.
+    options = {"microbatches": MICROBATCHES, "loss_weighting": "samples", **architecture.strategy}
+    engine = Engine(SMPConfig(pipeline_parallel_degree=stages, **options))
     engine.attach(model, [optimizer])
     result = engine.train_step(model.step, architecture.batch(model.model.config), loss_of=lambda loss: loss)
     optimizer.zero_grad()
