@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "dear: costs several seconds; takes turns with others, see tests/grids.py")
     config.addinivalue_line("markers", "one_in(n): one of n cases runs in a day, see tests/grids.py")
     if config.option.day is None:  # workers get the options of the process that starts them
         config.option.day = today()
@@ -91,4 +92,5 @@ def sparse(cases: list[pytest.Item], start: int) -> list[pytest.Item]:
     """Those of the ``cases`` of a test that run, see :mod:`tests.grids`."""
     mark = cases[0].get_closest_marker("one_in")
     every = mark.args[0] if mark else len(cases) if folder_of(cases[0]) in FORKING else 1
+    every *= 2 if cases[0].get_closest_marker("dear") else 1
     return [case for number, case in enumerate(cases) if runs_today(number, every, start)]

@@ -454,10 +454,7 @@ class ActivationOptions:
 
 _WORDS = ("none", "all", "auto")
 # Words of others for them.
-_MEANT = {
-    **dict.fromkeys(("true", "on", "yes", "1", "full"), "all"),
-    **dict.fromkeys(("false", "off", "no", "0"), "none"),
-}
+_MEANT = dict.fromkeys(("true", "on", "yes", "1", "full"), "all") | dict.fromkeys(("false", "off", "no", "0"), "none")
 
 
 def _problems_of_words(given: str | tuple[str, ...]) -> list[str]:

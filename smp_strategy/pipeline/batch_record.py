@@ -80,7 +80,8 @@ class BatchRecord(TorchFunctionMode):
 
     def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
         super().__init__()
-        self._microbatches, self._sizes = microbatches, sizes
+        # Not the microbatches themselves: steps replace what is in them.
+        self._given, self._sizes = [dict(_leaves(each, ())) for each in microbatches], sizes
         self._entries: list[_BatchStep] = []
         self._known: dict[int, tuple[Callable[[], Any], BatchValue]] = {}
         # Entries that have changed a memory.
@@ -89,7 +90,7 @@ class BatchRecord(TorchFunctionMode):
         self._originals: dict[int, list[Tensor]] = {}
         self._num_memories = 0
         self._numbers: dict[float, BatchValue] = {}
-        for path, leaf in _leaves(microbatches[0], ()):
+        for path, leaf in self._given[0].items():
             self._entries.append(_BatchStep(path))
             self._remember(leaf, len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf))
 
@@ -97,7 +98,7 @@ class BatchRecord(TorchFunctionMode):
         if not isinstance(leaf, (Tensor, np.ndarray)) or getattr(leaf, "is_nested", False) or leaf.ndim == 0:
             return Facts(is_whole=False)
         # A tensor that was cut shares its memory with the next part; one of a list of samples does not.
-        following = _at(self._microbatches[1], path, default=None)
+        following = self._given[1].get(path)
         is_cut = len(leaf) == self._sizes[0] and following is not None and _memory_of(leaf) == _memory_of(following)
         return Facts(dim=0 if is_cut else None, is_whole=is_cut)
 
@@ -144,7 +145,12 @@ class BatchRecord(TorchFunctionMode):
                 continue
             path = self._entries[leaf.entry].path
             if leaf.entry not in self._originals:
-                self._originals[leaf.entry] = [_at(each, path).clone() for each in self._microbatches]
+                self._originals[leaf.entry] = [self._at(number, path).clone() for number in range(len(self._given))]
+
+    def _at(self, microbatch: int, path: tuple[Any, ...]) -> Any:
+        if path not in self._given[microbatch]:
+            raise OutOfSightError
+        return self._given[microbatch][path]
 
     def _new_memory(self) -> int:
         self._num_memories += 1
@@ -204,7 +210,7 @@ class BatchRecord(TorchFunctionMode):
             entry = self._entries[number]
             if entry.function is None:
                 kept = self._originals.get(number)
-                results[number] = kept[microbatch].clone() if kept else _at(self._microbatches[microbatch], entry.path)
+                results[number] = kept[microbatch].clone() if kept else self._at(microbatch, entry.path)
             else:
                 args, kwargs = _replaced((entry.args, entry.kwargs), lambda each: _chosen(results, each))
                 results[number] = entry.function(*args, **kwargs)
@@ -270,30 +276,12 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, (list, tuple)):
         return () if _has_numbers(value) else enumerate(value)
     if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        return [(_Attribute(key), each) for key, each in vars(value).items()]
+        return vars(value).items()
     return ()
 
 
 def _has_numbers(values: Sequence[Any]) -> bool:
     return bool(values) and isinstance(values[0], (int, float, str, bytes))
-
-
-class _Attribute(str):
-    """Name of an attribute in a path."""
-
-    __slots__ = ()
-
-
-def _at(value: Any, path: Sequence[Any], **options: Any) -> Any:
-    """What is at ``path`` of a microbatch; if there is nothing, ``default``, or an error without one."""
-    try:
-        for key in path:
-            value = vars(value)[key] if isinstance(key, _Attribute) else value[key]
-    except (LookupError, TypeError):
-        if "default" in options:
-            return options["default"]
-        raise OutOfSightError from None
-    return value
 
 
 def _arguments(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -4,6 +4,9 @@ Models of Hugging Face divide a count that they have summed over all processes b
 ``accelerate.PartialState().num_processes``, and scripts read ``WORLD_SIZE``. In a step the sum runs over the replicas
 ([Note: collectives mean replicas] in :mod:`smp_strategy.pipeline.user_collectives`), so these numbers are those of the
 replicas there as well.
+
+They change for the whole process, also for threads that write a checkpoint meanwhile. So the index of this process
+stays what it is: a thread that asks for the main process must not find two.
 """
 
 import os
@@ -12,21 +15,18 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from smp_strategy.pipeline.collective_results import ReplicaNumber
-
 __all__ = ["counting_replicas"]
 
 _STATES = ("PartialState", "AcceleratorState")
 
 
 @contextmanager
-def counting_replicas(place: ReplicaNumber) -> Iterator[None]:
-    """Context in which the processes are the replicas, of which this is the one at ``place``."""
-    rank, size = place
+def counting_replicas(num_replicas: int) -> Iterator[None]:
+    """Context in which there are as many processes as replicas."""
     told: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [
-        (state, {"num_processes": size, "process_index": rank}) for state in _shared_states()
+        (state, {"num_processes": num_replicas}) for state in _shared_states()
     ]
-    told.append((os.environ, {"WORLD_SIZE": str(size)}))
+    told.append((os.environ, {"WORLD_SIZE": str(num_replicas)}))
     before = [(mapping, {key: mapping[key] for key in values if key in mapping}) for mapping, values in told]
     try:
         for mapping, values in told:

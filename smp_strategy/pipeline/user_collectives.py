@@ -285,7 +285,7 @@ class ReplicaCollectives:
         self._has_met = self._improvises = False
         self._exchange.opened.append(self)
         try:
-            with counting_replicas(self._replicas.place):
+            with counting_replicas(self._replicas.place[1]):
                 yield
         finally:
             self._exchange.opened.remove(self)

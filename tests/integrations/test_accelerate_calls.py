@@ -292,6 +292,7 @@ def generated():
     return found, whole_state(accelerator)
 
 
+@pytest.mark.dear
 def test_text_is_generated_between_steps():
     model = language_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

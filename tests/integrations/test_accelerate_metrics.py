@@ -86,6 +86,7 @@ def nlp_example(smp):
     return float(metric.compute()), seen, torch.stack(losses), scheduler.get_last_lr()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("smp", "ranks"), [(PP2, 2), (PP2, 4), (TP2, 2)], ids=["pp2", "pp2xdp2", "tp2"])
 def test_the_metric_of_the_nlp_example_is_that_of_one_process(smp, ranks, nlp_expected):
     metric, seen, losses, lr = nlp_expected

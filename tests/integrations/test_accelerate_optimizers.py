@@ -360,6 +360,7 @@ def error_of_plateau(smp):
     return str(caught.value)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("smp", [{"microbatches": 2}, SDP2], ids=["dp2", "sdp2"])
 def test_a_scheduler_that_looks_at_samples_of_one_process_is_refused(smp):
     alone = {"pipeline_parallel_degree": 1, **smp}

@@ -99,6 +99,7 @@ def alone():
     }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_options_of_precision_give_the_weights_of_whole_replicas(layout, alone):
     ranks, smp = LAYOUTS[layout]

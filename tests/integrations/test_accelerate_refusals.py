@@ -255,6 +255,7 @@ def in_all_ways(smp):
     return {way: in_any_way(way, smp) for way in WAYS}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     "smp",
     [

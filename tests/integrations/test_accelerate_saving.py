@@ -122,6 +122,7 @@ def saved(tmp_path_factory):
     return folder, options, on_ranks(saves, 2, PP2, folder, options)[0]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("reads", "late"), [("pp4", False), ("one process", True), ("sdp2", False), ("tp2", True)])
 def test_a_run_goes_on_under_another_layout(reads, late, saved):
     folder, options, expected = saved

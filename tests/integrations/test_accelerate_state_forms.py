@@ -124,6 +124,7 @@ def changes_form(folder):
     return found
 
 
+@pytest.mark.dear
 def test_a_folder_has_one_form_only(tmp_path):
     full, sharded, more, both = on_ranks(changes_form, 2, tmp_path / "state")[0]
     assert folders.SHARDED not in full

@@ -95,6 +95,7 @@ def check(layout, cases):
         assert [seen[name][2] for seen in found] == [lr] * ranks, name
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_in_the_model(layout):
     check(layout, CASES)
@@ -166,6 +167,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", ["pp2", "pp2 x dp2"])
 def test_the_loop_of_scripts(layout):
     ranks, smp = LAYOUTS[layout]

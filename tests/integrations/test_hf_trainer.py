@@ -173,6 +173,7 @@ def dropping():
     return language_model(dropout=0.2)
 
 
+@pytest.mark.dear
 def test_a_run_with_random_numbers_goes_on_in_the_middle_of_an_epoch_bit_for_bit(tmp_path):
     whole, _ = on_ranks(run, 2, tmp_path / "whole", PP2, model=dropping)
     resume = tmp_path / "whole" / "checkpoint-3"
@@ -273,6 +274,7 @@ def several_runs(folder, smp=None):
     return before, between, trainer.evaluate()["eval_loss"], trainer.is_world_process_zero()
 
 
+@pytest.mark.dear
 def test_a_trainer_evaluates_trains_evaluates_and_trains_again(tmp_path):
     expected = alone(several_runs, tmp_path / "one")
     first, second = on_ranks(several_runs, 2, tmp_path / "two", PP2)
@@ -321,6 +323,7 @@ def generated(folder, smp=None):
     return predicted.predictions, predicted.metrics["test_loss"]
 
 
+@pytest.mark.dear
 def test_sequences_are_generated_as_by_one_process(tmp_path):
     tokens, loss = alone(generated, tmp_path)
     for found in on_ranks(generated, 2, tmp_path, PP2):

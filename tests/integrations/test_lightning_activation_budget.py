@@ -105,6 +105,7 @@ def assert_same(found, expected):
         assert torch.equal(found[key], value), key
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_choice_has_the_bits_of_everything_kept_within_the_limit(layout, tmp_path):
     ranks, smp = LAYOUTS[layout]
@@ -126,6 +127,7 @@ def saved_and_loaded(folder, smp):
     return second.partition.to_json()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     "layout",
     ["2 stages in half precision, with values that come late", "2 parts", "2 shards, gathered for each use"],

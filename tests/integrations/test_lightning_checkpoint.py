@@ -29,6 +29,7 @@ def whole_run(tmp_path):
     return metrics, tested, torch.load(tmp_path / "one" / "4.ckpt", weights_only=True)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("writes", "reads"), [(2, 2), (2, 3), (3, 1), (2, None)])
 def test_a_run_resumes_under_another_degree(writes, reads, tmp_path, whole_run):
     folder, more = tmp_path / "two", tmp_path / "more"

@@ -77,6 +77,7 @@ def test_numbers_are_those_of_lightnings_ddp(tmp_path, layout):
         assert_same(found, wanted)
 
 
+@pytest.mark.dear
 def test_microbatches_meet_one_by_one(tmp_path):
     """On any layout alike: four gathers of two samples of each replica."""
     options = {"microbatches": 4}
@@ -134,6 +135,7 @@ def fit_with_metrics(folder, smp, on_step):
     return *found, module.computed
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("on_step", [False, True])
 def test_metrics_inside_of_units_count_all_replicas(tmp_path, on_step):
     wanted = on_ranks(fit_with_metrics, 2, tmp_path, None, on_step)[0]

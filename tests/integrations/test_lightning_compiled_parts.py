@@ -123,6 +123,7 @@ def train_with_functions(folder, smp, fullgraph, is_manual):
     return state, trainer.callback_metrics["val_loss"].item()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("is_manual", [False, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("layout", ["pp2", "sdp2"])

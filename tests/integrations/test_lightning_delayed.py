@@ -80,6 +80,7 @@ def resume(folder, options):
     return fit(folder / "second", NEWER, options, ckpt_path=folder / "first" / "end.ckpt", max_epochs=2)
 
 
+@pytest.mark.dear
 def test_a_checkpoint_reaches_weights_and_optimizers_that_have_no_memory_yet(tmp_path):
     without = smp(2, delayed_parameter_initialization=False)
     expected = on_ranks(resume, 2, tmp_path / "built", without)
@@ -128,6 +129,7 @@ def evaluate_after_training(folder, layout):
     return found, norms, spread
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", EVALUATED)
 def test_evaluation_after_training_uses_the_parts_that_ranks_have(layout, tmp_path):
     [(expected, norms, _)] = on_ranks(evaluate_after_training, 1, tmp_path / "1", {})
@@ -211,6 +213,7 @@ def test_layers_that_are_split_begin_with_the_values_of_one_rank(tmp_path):
     assert_same_weights(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), rtol=0, atol=0)
 
 
+@pytest.mark.dear
 def test_a_run_with_split_layers_goes_on_from_its_checkpoint_as_one_rank_does(tmp_path):
     [expected] = on_ranks(resume, 1, tmp_path / "1", smp(1))
     for found in on_ranks(resume, 2, tmp_path / "2", smp(1, **SPLIT)):

@@ -173,5 +173,5 @@ def run(folder, feature, smp):
 def test_weights_and_numbers_are_those_of_one_process(tmp_path, feature, layout):
     [(weights, numbers)] = on_ranks(run, 1, tmp_path / "plain", feature, None)
     for found, others in on_ranks(run, 2, tmp_path / layout, feature, LAYOUTS[layout]):
-        torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=5e-6)
         assert others == pytest.approx(numbers, rel=1e-5)

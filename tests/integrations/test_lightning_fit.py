@@ -219,6 +219,7 @@ def fit_with_gradient_hooks(folder, smp):
     return metrics_of(trainer), torch.load(folder / "end.ckpt", weights_only=True)["state_dict"]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_hooks_see_log_and_change_the_gradients_of_all_stages(pp, tmp_path):
     with quiet():

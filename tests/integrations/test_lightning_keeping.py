@@ -60,6 +60,7 @@ def plain(tmp_path_factory):
         return keep(tmp_path_factory.mktemp("plain"), None)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 def test_the_same_checkpoints_are_kept_as_in_one_process(form, tmp_path, plain):
     smp = {"pipeline_parallel_degree": 2, "microbatches": 4, **form}

@@ -154,6 +154,7 @@ def assert_same(found, expected):
 
 
 # Not in one order, or the pairs of a thinned grid were those of a layout with itself.
+@pytest.mark.dear
 @pytest.mark.parametrize("after", [*list(LAYOUTS)[1:], "single"])
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_a_run_goes_on_under_another_layout(before, after, saved, whole_run):

@@ -90,6 +90,7 @@ def fit(folder, smp_options):
     return logger.real.written
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_loggers_write_what_they_write_in_one_process(pp, tmp_path, capfd):
     with quiet():

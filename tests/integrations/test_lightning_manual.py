@@ -392,7 +392,7 @@ REFUSED = {
     with_closure: r"`optimizer.step\(closure\)` under manual",
     plain_backward: r"`backward` of a placed tensor .*self.manual_backward\(loss\)",
     clips_itself: r"of a gradient in a training step.*self.clip_gradients",
-    graph_of_the_graph: "`manual_backward` with create_graph is not built",
+    graph_of_the_graph: "`manual_backward` with create_graph is not supported",
     different_clipping: "`clip_gradients` is done once for the batch, but its microbatches give it different arguments",
 }
 

@@ -69,6 +69,7 @@ def test_metrics_in_steps_are_those_of_one_process(pp, tmp_path):
         assert is_plain
 
 
+@pytest.mark.dear
 def test_replicas_count_each_sample_once(tmp_path):
     with quiet():
         expected, _, _ = fit(tmp_path, None)

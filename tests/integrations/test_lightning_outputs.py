@@ -286,6 +286,7 @@ def measure(folder, smp_options):
     return found
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_collections_of_metrics_and_synchronised_values(pp, tmp_path):
     compare(measure, pp, tmp_path)
@@ -356,6 +357,7 @@ def modes(folder, smp_options):
     return [sorted(result) for result in before], before[0]["grad"], found
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_modes_inside_of_steps(pp, tmp_path):
     with quiet():
@@ -374,6 +376,7 @@ def validate_first(folder, smp_options):
     return before, metrics_of(trainer), module.state_dict()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_validation_may_come_before_training(pp, tmp_path):
     compare(validate_first, pp, tmp_path)

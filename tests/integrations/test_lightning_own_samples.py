@@ -58,6 +58,7 @@ def fit_and_look(folder, smp, readers):
     return found, weights, predicted, [len(batch) for batch in module.seen]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_and_weights_are_those_of_one_process_with_the_batches_of_all_ranks(layout, tmp_path):
     num_ranks, smp = LAYOUTS[layout]

@@ -82,6 +82,7 @@ def test_steps_give_identical_weights(name, pp, tmp_path):
 
 
 # Four steps of three batches go on into a second epoch: the last step of the first has two.
+@pytest.mark.dear
 @pytest.mark.parametrize(("pp", "window"), [(2, 3), (4, 2)])
 def test_accumulated_batches_give_identical_weights(pp, window, tmp_path):
     with quiet():

@@ -78,6 +78,7 @@ def test_every_layout_skips_the_same_steps(layout, tmp_path):
     torch.testing.assert_close(found["state_dict"], weights, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.dear
 def test_the_clipping_of_shards_divides_before_it_clips(tmp_path):
     ranks, smp = LAYOUTS["shards of stages"]
     smp = {**smp, "microbatches": 2}
@@ -204,6 +205,7 @@ def test_the_options_of_the_strategy_count(tmp_path):
 # Options of the strategy that ask for half precision
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", ["fp16", "fp16_params"])
 def test_units_in_float16_have_scaled_losses_whatever_the_layout(name, tmp_path):
     options = {name: True, "microbatches": 2, "init_scale": 2.0**23, "scale_window": 2}

@@ -90,6 +90,7 @@ def steps_of_two_lengths(self, batch, batch_idx):
         seldom.zero_grad()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", ["two stages", "shards of stages", "state dealt out"])
 def test_an_optimizer_may_collect_gradients_while_another_changes_the_scale(layout, tmp_path):
     ranks, smp = {**STAGES, **LAYOUTS}[layout]
@@ -122,6 +123,7 @@ def clipped_while_they_collect(self, batch, batch_idx):
             optimizer.zero_grad()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("step", [clipped_before_any_steps, clipped_while_they_collect])
 @pytest.mark.parametrize("layout", ["two stages", "shards of stages", "state dealt out"])
 def test_gradients_may_be_clipped_long_before_they_are_applied(layout, step, tmp_path):

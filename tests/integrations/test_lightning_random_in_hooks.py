@@ -150,6 +150,7 @@ def assert_close(found, expected):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_draws_in_a_hook_are_those_of_one_process(layout, tmp_path):
     ranks, smp = LAYOUTS[layout]
@@ -162,6 +163,7 @@ def test_draws_in_a_hook_are_those_of_one_process(layout, tmp_path):
             assert seen == order
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("when", ["on_train_epoch_end", "on_validation_epoch_end"])
 @pytest.mark.parametrize("layout", ["pp2", "pp3", "pp2 sdp2"])
 def test_units_that_draw_in_a_hook_go_on_from_each_other(layout, when, tmp_path):

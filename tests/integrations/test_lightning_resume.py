@@ -57,6 +57,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", MOMENTS)
 def test_it_does_not_matter_when_a_run_is_interrupted(name, tmp_path):
     [found] = on_ranks(interrupted_everywhere, 1, tmp_path, ONE, noisy, **MOMENTS[name])
@@ -152,6 +153,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_resumes_under_each_layout(layout, form, tmp_path):
@@ -167,6 +169,7 @@ def callbacks():
     return [EarlyStopping("train_loss", patience=0, min_delta=0.05), EMAWeightAveraging(decay=0.5)]
 
 
+@pytest.mark.dear
 def test_callbacks_go_on(tmp_path):
     chosen = slice(0, None, 4)
     options = {"callbacks": callbacks, "max_epochs": 4, "validates": False}
@@ -242,6 +245,7 @@ def resumed(folder, smp, batch_size, checkpoint):
     return [value for epoch, values in seen if epoch == 0 for value in values]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("share", SHARES)
 def test_a_run_resumes_with_the_samples_that_are_left_however_they_are_shared(share, tmp_path, shared):
     ranks, smp, batch_size = SHARES[share]

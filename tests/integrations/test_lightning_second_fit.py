@@ -126,6 +126,7 @@ def restores():
         LocalModel.restore, local_model.problems_of_cuts = restore, problems
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fits_and_evaluations_follow_each_other_spread(layout, tmp_path):
     size, options = LAYOUTS[layout]

@@ -44,6 +44,7 @@ def test_averages_of_weights_are_those_of_one_process(tmp_path):
     assert_averages(tmp_path, FULL)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", ["rank_zero", "none"])
 def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(where, layout, tmp_path):

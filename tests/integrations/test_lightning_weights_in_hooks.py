@@ -73,6 +73,7 @@ def average(folder, smp_options, kind, resume):
     return metrics, module.state_dict(), torch.load(folder / "end.ckpt", weights_only=False)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("kind", ["EMA", "mean", "SWA", "SWA with statistics"])
 def test_lightnings_averages_are_those_of_one_process(kind, pp, tmp_path):
@@ -236,6 +237,7 @@ def momentum(folder, smp_options, hook):
     return metrics_of(trainer), module.state_dict()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("hook", [follow, follow_in_parts])
 def test_a_teacher_follows_its_student_across_stages(hook, pp, tmp_path):
@@ -338,6 +340,7 @@ def call_in_hook(folder, smp_options):
     return metrics_of(trainer), module.drawn
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 def test_hooks_may_call_the_model(pp, tmp_path):
     with quiet():

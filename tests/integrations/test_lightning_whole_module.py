@@ -181,6 +181,7 @@ LIVES = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", LIVES)
 def test_runs_follow_each_other(name, tmp_path):
     first, later, new = LIVES[name]

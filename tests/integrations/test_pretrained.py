@@ -119,6 +119,7 @@ def plain_load(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_hold_what_plain_loading_gives(model, layout, tmp_path):
@@ -202,6 +203,7 @@ def with_lora_and_head(net):
     return with_lora(net, modules_to_save=["lm_head"])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("adapted", [with_lora, with_lora_and_head])
 @pytest.mark.parametrize("layout", ["pp2", "sdp2", "tp2", "pp2_sdp2"])
 def test_adapters_are_made_and_trained_as_in_one_process(adapted, layout, tmp_path):

@@ -66,6 +66,7 @@ def started(*command, folder, **environment):
     )
 
 
+@pytest.mark.dear
 def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "smp_checks.py").write_text((ROOT / "tests/integrations/smp_checks.py").read_text())

@@ -347,6 +347,7 @@ MODELS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # of transformers, within itself and peft
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)

@@ -211,6 +211,7 @@ STEPS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_has_the_numbers_of_one_process(name: str, pp: int) -> None:

@@ -96,6 +96,7 @@ def trained_once(options: dict[str, Any]) -> Any:
     return losses, weights
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_a_bit_when_units_are_computed_again(layout: str) -> None:
     ranks, options = LAYOUTS[layout]

@@ -172,6 +172,7 @@ CASES = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_has_the_numbers_of_one_process(name: str, pp: int) -> None:

@@ -32,7 +32,13 @@ def on_rank(architecture: Architecture, stages: int, options: dict[str, Any]) ->
     model = architecture.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(
-        SMPConfig(pipeline_parallel_degree=stages, tensor_parallel_degree=2, microbatches=MICROBATCHES, **options)
+        SMPConfig(
+            pipeline_parallel_degree=stages,
+            tensor_parallel_degree=2,
+            microbatches=MICROBATCHES,
+            loss_weighting="samples",
+            **options,
+        )
     )
     engine.attach(model, [optimizer])
     batch = architecture.batch(model.model.config)
@@ -49,6 +55,7 @@ def on_rank(architecture: Architecture, stages: int, options: dict[str, Any]) ->
     return engine.saved.full_state_dict(), sum(isinstance(module, SplitLayer) for module in model.modules())
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("stages", "options"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("architecture", MODELS, ids=str)
 def test_a_split_model_makes_the_step_of_one_process(architecture, stages, options):

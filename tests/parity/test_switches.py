@@ -348,6 +348,7 @@ def test_kept_weights_are_made_once(pp):
     check(replace(case, differs=GLUE), pp, (1,))
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_every_schedule(schedule):
     for case in ("several", "counted", "kept weights"):

@@ -53,6 +53,7 @@ class OfAnySize(Blocks):
         return {"x": torch.randn(samples, WIDTH, generator=generator)}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("block", [Memoized, OnTheClass])
 def test_a_table_that_all_blocks_use_is_made_on_each_stage(block: type[Block], pp: int) -> None:

@@ -58,6 +58,7 @@ def within(share: float, pp: int, **options: Any) -> Any:
     return partition.to_json(), str(engine.inspection.explain())
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_within_a_budget_the_numbers_are_those_of_everything_kept(pp, share):

@@ -56,6 +56,7 @@ def saved(request, tmp_path_factory):
     return folder, *run_ranks(saves, LAYOUTS[request.param][0], request.param, folder)[0]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("reads", ["single", "pp4", "mics2x2", "zero1", "tp2"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_goes_on_under_any_layout(reads, late, saved):

@@ -54,6 +54,7 @@ def test_numbers_are_the_same_on_any_layout(step, layout):
     check(step, world_size, replicas, 4, **options)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("step", [steps.path_by_values, steps.path_by_number], ids=lambda step: step.__name__)
 def test_paths_that_differ_meet_in_order_where_microbatches_do_not_overlap(step):
     check(step, 4, 2, 4, **STAGES, active_microbatches=1)

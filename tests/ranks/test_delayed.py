@@ -208,6 +208,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         )
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_every_layout_and_training_is_that_of_a_module_that_has_them(name):
     [(values, trained)] = run_ranks(values_and_training, 1, name)
@@ -343,6 +344,7 @@ def values_and_training_under(pp: int, options: dict[str, Any]) -> tuple[dict[st
     return found[0], found[1]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("world", "pp", "degree", "threshold"), [(2, 1, 2, 0), (4, 2, 1, 0), (4, 2, 2, 0), (4, 1, 2, 200), (4, 1, 4, 0)]
 )

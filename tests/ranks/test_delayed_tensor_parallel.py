@@ -205,6 +205,7 @@ def saved_and_continued() -> Any:
     return saved, run_ranks(continued, 1, *saved, 1, {})[0]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_states_that_are_loaded_before_the_first_step_are_cut_in_it(layout):
     world, tp, options = LAYOUTS[layout]
@@ -254,6 +255,7 @@ LARGE: dict[str, Callable[[], nn.Module]] = {
 
 
 # Tied weights and a table that is split unevenly, once beside stages and once beside shards.
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("name", "layout"), [*(("by hand", layout) for layout in LAYOUTS), ("gpt2", "tp2 pp2"), ("gpt2", "tp2 sdp2")]
 )

@@ -97,6 +97,7 @@ def test_parameters_of_half_precision_add_up_their_gradients_in_float32(layout):
         assert_equal(restored, weights)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("sdp2", "bf16"), ("sdp2", None), ("zero1", "bf16"), ("zero1", None), ("mics 2x2", None), ("pp2 sdp2", "bf16")],

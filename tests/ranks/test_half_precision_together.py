@@ -22,6 +22,7 @@ PP2: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "bf16":
 SDP2: dict[str, Any] = {**PP1, "sharded_data_parallel_degree": 2}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("world", "options"),
     [(2, PP1), (4, PP2), (4, SDP2), (4, {**PP1, "shard_optimizer_state": True})],
@@ -45,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("options", [PP2, SDP2], ids=["pp2", "sdp2"])
 def test_units_that_are_computed_again_or_wait_on_the_host_have_the_same_bits(options):
     ways = [options, *({**options, **way} for way in WAYS.values())]
@@ -163,6 +165,7 @@ def compiled(options: dict[str, Any]) -> Any:
         return half_rank("text", "momentum", options)[0]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("options", [PP1, SDP2], ids=["one rank", "sdp2"])
 def test_compiled_units_compute_in_half_precision(options):
     world = options.get("sharded_data_parallel_degree", 1)

@@ -90,6 +90,7 @@ def train_in_shards(options: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("deals_out", [False, True])
 def test_shards_are_summed_over_replicas_in_hops_too(deals_out):
     flat = run_ranks(train_in_shards, 8, {"ddp_reduction": "flat", "shard_optimizer_state": deals_out}, timeout=100)[0]

@@ -160,6 +160,7 @@ LAYOUTS = {
 
 
 # Stages make a difference between the places; otherwise all ranks have both.
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("name", "place"),
     [

@@ -35,6 +35,7 @@ def trained(setting: Setting, more: dict[str, Any]) -> Any:
     return losses, norms, weights, state
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_layers_train_alike(layout: str) -> None:
     """What is sent away is what units keep, or their inputs only, if they are computed again."""

@@ -71,6 +71,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ranks_with_samples_of_their_own_train_as_one_process_with_all_of_them(name, numbers, monkeypatch):

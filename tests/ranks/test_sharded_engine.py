@@ -80,6 +80,7 @@ def test_four_ranks_have_the_weights_and_state_of_one_process(name, kind, pp, de
         assert_equal(restored, weights, tolerance=tolerance)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ GATHERS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("name", ["gpt2", "text", "skips"])
 @pytest.mark.parametrize("pp", [1, 2])
@@ -124,6 +126,7 @@ def test_when_units_are_gathered_does_not_change_a_bit(name, pp, gather):
     assert_equal(found[1], expected[1])
 
 
+@pytest.mark.dear
 def test_gradients_are_clipped_by_their_true_norm():
     options = {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2, "microbatches": 1}
     weights, _, norms = one_process("gpt2", OPTIMIZERS["momentum"], 2, 1, 0.5)

@@ -156,6 +156,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.dear
 def test_scripts_of_later_versions_name_it_as_a_backend(tmp_path):
     (tmp_path / "script.py").write_text(LATER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]

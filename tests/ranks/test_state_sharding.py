@@ -281,6 +281,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_layout_goes_on_from_what_four_replicas_have_saved(other):
     halfway = run_ranks(resumed, 4, "text", "momentum", SHARDED, None, range(2), 4)[0]

@@ -109,6 +109,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layout", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_hugging_face_trains_as_in_one_process(name, layout):
@@ -150,6 +151,7 @@ def run_wandering(setting: Setting, dropout: float = 0.0) -> Any:
     return losses, engine.saved.full_state_dict(), set(model.paths)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("pp", [1, 2])
 def test_ranks_that_have_parts_keep_one_order_also_off_the_timetable(pp):
     """They improvise together: otherwise their sums would be those of different microbatches."""
@@ -186,6 +188,7 @@ def run_dropping(setting: Setting) -> Any:
     return losses, norms, whole, kept
 
 
+@pytest.mark.dear
 def test_random_numbers_are_the_same_for_whole_activations_and_for_any_number_of_stages():
     one, two = (run_ranks(run_dropping, 2 * pp, Setting(2, pp=pp)) for pp in (1, 2))
     for losses, norms, _, kept in (*one, *two):
@@ -239,6 +242,7 @@ def run_told_at_different_times(pp: int) -> Any:
     return run_returning_logits(pp)
 
 
+@pytest.mark.dear
 def test_ranks_that_have_parts_put_results_together_at_the_same_time():
     """Messages from other stages come when they come, and sums of parts must not wait for a result's parts."""
     run_ranks(run_told_at_different_times, 4, 2)

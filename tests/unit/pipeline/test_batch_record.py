@@ -18,7 +18,7 @@ def recorded(function):
     """Result of ``function`` for the first microbatch, and what is known of it."""
     record = BatchRecord(microbatches(), (2, 2))
     with record:
-        result = function(record._microbatches[0]["labels"])
+        result = function(record._given[0][("labels",)])
     return record, result, record.find(result)
 
 

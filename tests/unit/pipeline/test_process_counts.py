@@ -4,15 +4,14 @@ import os
 
 from accelerate.state import PartialState
 
-from smp_strategy.pipeline.collective_results import ReplicaNumber
 from smp_strategy.pipeline.process_counts import counting_replicas
 
 
 def test_processes_are_replicas_in_the_context_only(monkeypatch):
     monkeypatch.setattr(PartialState, "_shared_state", {"num_processes": 8, "process_index": 5, "device": "cpu"})
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with counting_replicas(ReplicaNumber(1, 2)):
-        assert PartialState._shared_state == {"num_processes": 2, "process_index": 1, "device": "cpu"}
+    with counting_replicas(2):
+        assert PartialState._shared_state == {"num_processes": 2, "process_index": 5, "device": "cpu"}
         assert os.environ["WORLD_SIZE"] == "2"
     assert PartialState._shared_state["num_processes"] == 8
     assert os.environ["WORLD_SIZE"] == "8"
@@ -21,6 +20,6 @@ def test_processes_are_replicas_in_the_context_only(monkeypatch):
 def test_nothing_is_made_that_was_not_there(monkeypatch):
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with counting_replicas(ReplicaNumber(0, 1)):
+    with counting_replicas(1):
         assert PartialState._shared_state == {}
         assert "WORLD_SIZE" not in os.environ
