@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.grids import runs_today, today
+from tests.grids import DAYS, runs_today, today
 from tests.warm import warm_up
 
 torch.set_num_threads(1)
@@ -91,6 +91,6 @@ def folder_of(item: pytest.Item) -> str:
 def sparse(cases: list[pytest.Item], start: int) -> list[pytest.Item]:
     """Those of the ``cases`` of a test that run, see :mod:`tests.grids`."""
     mark = cases[0].get_closest_marker("one_in")
-    every = mark.args[0] if mark else len(cases) if folder_of(cases[0]) in FORKING else 1
+    every = mark.args[0] if mark else DAYS[folder] * len(cases) if (folder := folder_of(cases[0])) in DAYS else 1
     every *= 2 if cases[0].get_closest_marker("dear") else 1
     return [case for number, case in enumerate(cases) if runs_today(number, every, start)]

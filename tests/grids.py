@@ -3,16 +3,19 @@
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
 with others. ``pytest --sparse`` (that is ``make test``) runs every n-th case of a test, as a Latin square does: the
 next test begins with the next case, and so does the next day. So a run has every layout with some tests of each file,
-and every case has run after n days. In the folders whose tests start ranks n is the number of the test's cases, so one
-runs. ``@pytest.mark.one_in(n)`` says another number; a test without parameters runs every n-th day then. Tests
-that cost several seconds have ``@pytest.mark.dear`` and run every other day of theirs.
+and every case has run after n days. In the folders of ``DAYS``, whose tests start ranks, n is the number of the test's
+cases times that of the folder: of 2, every other test of a file runs, with one case. ``@pytest.mark.one_in(n)`` says
+another number; ``@pytest.mark.dear``, on tests that cost several seconds, doubles it.
 
 ``--day`` repeats the choice of another day, ``make test-all`` runs all cases.
 """
 
 from datetime import date
 
-__all__ = ["runs_today", "today"]
+__all__ = ["DAYS", "runs_today", "today"]
+
+# By the folder of a test, on one of how many days it runs.
+DAYS = {"parity": 1, "examples": 1, "ranks": 2, "integrations": 2}
 
 
 def today() -> int:

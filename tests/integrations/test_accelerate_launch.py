@@ -122,6 +122,7 @@ def plain_loss(tmp_path_factory):
     return line.rpartition(" ")[2]
 
 
+@pytest.mark.one_in(1)
 def test_a_file_makes_a_pipeline_of_a_script_that_knows_of_none(plain_loss, tmp_path):
     code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatches": 2}}, SMP_PIPELINE="1f1b"))
     assert code == 0, output

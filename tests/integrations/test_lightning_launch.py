@@ -85,6 +85,7 @@ def test_the_strategy_is_found_by_name_and_starts_its_ranks(root, tmp_path):
     assert output.count("Process mesh: 2 ranks") == 1
 
 
+@pytest.mark.one_in(1)
 def test_torchrun_says_how_many_ranks_there_are(tmp_path):
     body = """
         from smp_strategy import SMPStrategy
@@ -238,6 +239,7 @@ HYDRA = """
 """
 
 
+@pytest.mark.one_in(1)
 def test_a_hydra_sweep_runs_each_job_once_on_as_many_ranks_as_it_asks_for(tmp_path):
     (tmp_path / "app.yaml").write_text("devices: 2\nseed: 0\n")
     arguments = ("--config-dir=.", "-m", "devices=2,1", "seed=7", "hydra.sweep.dir=sweep")
