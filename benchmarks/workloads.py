@@ -48,7 +48,7 @@ class Chain(nn.Module):
 
 
 class GPT(NamedTuple):
-    """What computes."""
+    """Model of a workload: a GPT."""
 
     vocabulary: int
     separates_ends: bool

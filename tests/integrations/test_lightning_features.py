@@ -167,11 +167,15 @@ def run(folder, feature, smp):
     return {name: value.clone() for name, value in module.state_dict().items()}, numbers
 
 
+# The search tries a hundred rates; the rounding of sums over shards reaches one element in 128 of the weights.
+ATOL = {"learning_rate_finder": 5e-6}
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("feature", FEATURES_IN_USE, ids=lambda feature: feature.__name__)
 def test_weights_and_numbers_are_those_of_one_process(tmp_path, feature, layout):
     [(weights, numbers)] = on_ranks(run, 1, tmp_path / "plain", feature, None)
     for found, others in on_ranks(run, 2, tmp_path / layout, feature, LAYOUTS[layout]):
-        torch.testing.assert_close(found, weights, rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=ATOL.get(feature.__name__, 1e-6))
         assert others == pytest.approx(numbers, rel=1e-5)

@@ -1,8 +1,8 @@
-"""What a step does to its batch, for hooks that get the batch afterwards.
+"""Changes that a step makes to its batch, for hooks that get the batch afterwards.
 
-Lightning passes the object that the step got to ``on_train_batch_end`` and its like: what the step has set, replaced or
-removed is there. Here the step gets microbatches. Their changes are part of the step's results, and are merged into the
-batch like these, where a hook outside of Lightning may look at it.
+Lightning passes the batch of the step on to hooks like ``on_train_batch_end``. They see items that the step has set,
+replaced or removed. Here the step gets microbatches. Their changes are results of the step, and are merged into the
+batch as other results are. This happens only if a hook outside of Lightning may look at the batch.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
