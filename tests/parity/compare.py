@@ -191,10 +191,10 @@ def _assert_same_state(expected: dict[str, Tensor], found: dict[str, Tensor], ex
             torch.testing.assert_close(found[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
-def refusal(case: Case, pp: int = 2) -> str:
+def refusal(case: Case, pp: int = 2, microbatches: int = 2) -> str:
     """The error that a rank meets first in training ``case``; fails if there is none."""
     with pytest.raises(RuntimeError) as caught:
-        run_ranks(pipeline, pp, case, pp, (2,))
+        run_ranks(pipeline, pp, case, pp, (microbatches,))
     return str(caught.value)
 
 

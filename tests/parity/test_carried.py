@@ -211,7 +211,7 @@ def late_sum(net: Any, x: Tensor) -> Tensor:
     """In the second step, and no survey has seen it."""
     loss = mean_square(net.body(x))
     net.count += 1
-    if net.count > 2:
+    if net.count > 8:
         net.level += loss.item()
     return loss
 
@@ -220,9 +220,10 @@ def late_sum(net: Any, x: Tensor) -> Tensor:
     ("step", "options"), [(late_sum, {}), (running_sum, {"skip_tracing": True}), (running_mean, {"skip_tracing": True})]
 )
 def test_what_no_rehearsal_has_seen_is_refused(step, options):
-    message = refusal(Case(lambda: Net(step), options=options))
+    # Two microbatches may happen to run one after the other, which is right and not refused.
+    message = refusal(Case(lambda: Net(step), options=options), microbatches=8)
     assert "The step changes `level`, and did not when it was surveyed" in message
-    check(Case(lambda: Net(step), options={**options, "active_microbatches": 1}, differs=REUSED), 2, (2,))
+    check(Case(lambda: Net(step), options={**options, "active_microbatches": 1}, differs=REUSED), 2, (8,))
 
 
 def how_it_runs(step: Callable[[Any, Tensor], Tensor]) -> Any:
