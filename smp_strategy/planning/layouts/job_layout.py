@@ -1,4 +1,4 @@
-"""Layout of a job: degrees of parallelism of a job, its microbatches, and whether it recomputes; and all that fill a cluster.
+"""Layout of a job: its degrees of parallelism, microbatches and recomputation; and all layouts that fill a cluster.
 
 A batch of all ranks (``global_batch`` samples) is cut into ``dp * microbatches`` equal microbatches.
 """
