@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="smp",
         description="Checkpoints: write them as other programs want them, take theirs over, look, verify. "
-        "Partitions: explain them. Scripts of SageMaker's libraries: run them.",
+        "Layouts: plan them, estimate one. Partitions: explain them. Scripts of SageMaker's libraries: run them.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and that of PyTorch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_explain(commands)
+    _add_plan(commands)
+    _add_estimate(commands)
     _add_run(commands)
     return parser
 
@@ -181,6 +183,46 @@ def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("partition", help="what `partition_file` or `save_partition` has written")
     parser.add_argument("out", nargs="?", help="a file: .txt, .json or .html; without it the explanation is printed")
     parser.set_defaults(run="reports.explain.command")
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say which degrees of parallelism train a model fastest on a cluster",
+        description="Search pipeline, tensor and sharded parallelism, microbatches and recomputation within the memory "
+        "of a device. No process group, no weights: a laptop will do.",
+    )
+    _add_job(parser)
+    parser.add_argument(
+        "--show", type=int, default=8, metavar="N", help="layouts that are planned in full (default: 8)"
+    )
+    parser.set_defaults(run="integrations.planning.plan_command")
+
+
+def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("estimate", help="say how long a step of one layout takes, and what memory it needs")
+    _add_job(parser)
+    parser.add_argument(
+        "--layout", required=True, metavar="RECIPE", help="pp4_tp2_sdp8_mb16, for example; replicas fill the rest"
+    )
+    parser.add_argument("--recompute", action="store_true", help="units compute their activations again")
+    parser.set_defaults(run="integrations.planning.plan_command")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder or file with a config.json of Hugging Face, or module:function")
+    parser.add_argument(
+        "--cluster", required=True, help="64xa100, 4x8xh100 (nodes, devices of each), or a YAML file (docs/planner.md)"
+    )
+    parser.add_argument("--global-batch", required=True, type=int, metavar="N", help="samples of a step of all devices")
+    parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sample (default: the model's positions)")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "float32"), default="bf16", help="default: bf16")
+    parser.add_argument(
+        "--memory-limit", type=_size, metavar="SIZE", help="of a device (default: all of it, less 8 %%)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the layouts as data")
+    parser.add_argument("--hydra", metavar="FILE", help="write the best layout as a configuration of the group smp")
+    parser.add_argument("--accelerate", metavar="FILE", help="write the best layout for `accelerate launch`")
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -29,5 +29,6 @@ It is the one place that knows every part of the package. In reading order:
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.
 * ``microbatch_notes.py``: layers and losses whose numbers depend on how a batch is cut.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
-* ``offline_planning.py``: a partition without ranks and without memory.
+* ``offline_planning.py``, ``layout_planning.py``: a partition without ranks and without memory; the fastest layouts of
+  a cluster.
 """

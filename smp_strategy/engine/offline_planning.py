@@ -10,7 +10,7 @@ is observed where that costs nothing: on the meta device, if the model is there.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,17 @@ from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.units import Unit
-from smp_strategy.planning.costs import find_costs
+from smp_strategy.planning.costs import Costs, find_costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.planner import PlanningInput
+from smp_strategy.planning.profiling.recorded_calls import construction
 from smp_strategy.precision.dtypes import halved
 from smp_strategy.precision.mixed_precision import MixedPrecision
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
 from smp_strategy.tensor_parallel.split import split_layers
 
-__all__ = ["plan_partition", "trace_program"]
+__all__ = ["Survey", "plan_partition", "surveyed", "trace_program"]
 
 
 def plan_partition(
@@ -105,23 +107,71 @@ def trace_program(
     machine: Machine | str = "cpu",
 ) -> PlanningInput:
     """Planning problem: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
-    device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
+    dp_shard = config.sharded_data_parallel_degree
     shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
-    units = choose_placed_units(config, module, num_stages)
+    with surveyed(
+        config,
+        module,
+        step,
+        microbatch,
+        shape=shape,
+        loss_of=loss_of,
+        optimizers=optimizers,
+        machine=machine,
+    ) as survey:
+        inputs, found, costs, _ = survey
+        limits = config.memory_limits(num_stages) or (None,) * num_stages
+        return step_program(config, inputs, found, costs, shape, limits)
+
+
+class Survey(NamedTuple):
+    """A module with its layers split as on the first tensor-parallel rank, and a dry run of its step."""
+
+    inputs: DryRunInput
+    found: DryRun
+    costs: Costs
+    observed: ObservedLayers | None
+    """Observations that decided which layers are split; ``None``: none are."""
+
+
+@contextmanager
+def surveyed(  # noqa: PLR0913  # those of plan_partition, and how it is traced
+    config: SMPConfig,
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    shape: MeshShape,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+    shares: bool = False,
+    before: ObservedLayers | None = None,
+) -> Iterator[Survey]:
+    """Context in which layers are split, with a dry run of the step. Arguments as for :func:`plan_partition`.
+
+    Args:
+        shape: Shape of the mesh.
+        shares: Whether units that are built alike share a dry run.
+        before: Observations of the step from an earlier split, for which it does not run again.
+    """
+    device = torch.device("cpu")
+    units = choose_placed_units(config, module, shape.pp)
     calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
     if calls.mixed_precision is not None:
         step = calls.mixed_precision.around_step(step)
+    kind_of = (lambda unit: tuple(construction(unit))) if shares else None
     inputs = DryRunInput(
         module=module,
         units=units,
         calls=calls,
-        shape_inference=ShapeInference(device),
+        shape_inference=ShapeInference(device, kind_of=kind_of),
         device=device,
         optimizers=optimizers,
     )
     microbatch = pytree.tree_map(_real, microbatch)
     precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
-    with precision, _split(config, inputs, step, microbatch, loss_of):
+    with precision, _split(config, inputs, step, microbatch, loss_of, before) as observed:
         calls.intercept(units, module)
         try:
             found = DryRun(None, ())
@@ -133,9 +183,7 @@ def trace_program(
         finally:
             calls.give_back()
         chosen = choose(config, module, units).units
-        costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen))
-        limits = config.memory_limits(num_stages) or (None,) * num_stages
-        return step_program(config, inputs, found, costs, shape, limits)
+        yield Survey(inputs, found, replace(costs, relief=relief_of(config, inputs, costs.machine, chosen)), observed)
 
 
 @contextmanager
@@ -145,10 +193,11 @@ def _split(
     step: Callable[[Any], Any],
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None],
-) -> Iterator[None]:
-    """Context in which layers are split as on the first tensor-parallel rank."""
+    observed: ObservedLayers | None = None,
+) -> Iterator[ObservedLayers | None]:
+    """Context in which layers are split as on the first tensor-parallel rank, with the observations they depend on."""
     if config.tensor_parallel_degree == 1:
-        yield
+        yield None
         return
     parameters = list(inputs.module.parameters())
     before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
@@ -158,11 +207,12 @@ def _split(
         patterns=config.tensor_parallel,
         strict=config.tensor_parallel_strict,
         stream_dim=config.stream_dim,
-        run_step=lambda: _run(step, microbatch, loss_of, inputs),
+        run_step=None if observed is not None else lambda: _run(step, microbatch, loss_of, inputs),
+        before=observed,
     )
     try:
         split.report.refuse_unsplit()
-        yield
+        yield split.watched
     finally:
         split.to_dense()
         for parameter, values, gradient in before:

@@ -171,6 +171,10 @@ class ExposedAttributes:
                     self._left[unit, left.place.label] = left
                     self._by_tensor.update({id(tensor): (tensor, left) for tensor in new})
 
+    def has_left(self, unit: str) -> bool:
+        """Whether a run of the unit has left tensors in attributes."""
+        return any(owner == unit for owner, _ in self._left)
+
     @contextmanager
     def unmarked(self, unit: str, module: nn.Module) -> Iterator[None]:
         """Context of a dry run of the unit: hide marks that it must not find, and set marks afterwards.

@@ -22,7 +22,7 @@ from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["CallLog", "Modes", "OpaqueArgument", "RecordedCall"]
+__all__ = ["CallLog", "Modes", "OpaqueArgument", "RecordedCall", "construction"]
 
 # Attributes that every module has: tensors, submodules and hooks.
 STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -66,7 +66,7 @@ class RecordedCall(NamedTuple):
     def kind(self) -> str:
         """Fingerprint of the unit's construction and the arguments' metadata; comparable across ranks."""
         assert self.callee.module is not None
-        parts = [*_construction(self.callee.module), *map(_description, self.leaves), self.structure, self.modes]
+        parts = [*construction(self.callee.module), *map(_description, self.leaves), self.structure, self.modes]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     @property
@@ -117,7 +117,7 @@ def _kept(leaf: Any) -> Any:
         return OpaqueArgument(type(leaf).__qualname__)
 
 
-def _construction(module: nn.Module) -> Iterator[str]:
+def construction(module: nn.Module) -> Iterator[str]:
     """Construction of a module: classes, options, shapes."""
     for name, part in module.named_modules():
         # Integers are ignored: they number layers. If they change the amount of work, the operations differ.

@@ -1,0 +1,126 @@
+"""Model of a plan: from a configuration of Hugging Face, or from a function of the user, on the meta device."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smp_strategy.errors import ConfigError
+
+__all__ = ["PlannedModel", "load_model"]
+
+# On GPUs attention is fused with its dropout; the kernels of a CPU, which are counted here, are fused only without.
+_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+
+
+class PlannedModel(NamedTuple):
+    """A model with its training step."""
+
+    module: nn.Module
+    step: Callable[[Any], Any]
+    """Returns the loss of a microbatch."""
+    batch_of: Callable[[int], Any]
+    """A microbatch of so many samples."""
+    sequence: int | None
+    """Tokens of a sample; ``None``: samples are no sequences."""
+
+
+def load_model(text: str, sequence: int | None) -> PlannedModel:
+    """The model that ``text`` names.
+
+    Args:
+        text: A folder or file with a ``config.json`` of Hugging Face, or ``module:function``. The function returns such
+            a model, or a module, its step and a function that makes a microbatch of n samples.
+        sequence: Tokens of a sample; ``None``: as many as the model has positions.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be built.
+    """
+    path = Path(text)
+    if path.exists():
+        return _of_transformers(_from_config(path), sequence)
+    if ":" not in text:
+        raise ConfigError(f"`model` {text!r} is neither a folder with a config.json nor of the form module:function.")
+    made = _called(text)
+    if isinstance(made, nn.Module) and hasattr(made, "main_input_name"):
+        return _of_transformers(made, sequence)
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
+        return PlannedModel(*made, sequence)
+    raise ConfigError(
+        f"`{text}` returned a {type(made).__qualname__}. Return a model of Hugging Face, or a tuple of a module, its "
+        "step, which returns the loss of a microbatch, and a function that makes a microbatch of n samples."
+    )
+
+
+def _from_config(path: Path) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise ConfigError(f"{path} needs transformers: pip install 'smp-strategy[examples]'.") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        names: list[str] = list(getattr(config, "architectures", None) or [])
+        found = getattr(transformers, str(names[0]), None) if names else transformers.AutoModelForCausalLM
+        for name in _ATTENTION_DROPOUT:
+            if hasattr(config, name):
+                setattr(config, name, 0.0)
+        if found is None:
+            raise ConfigError(
+                f"{path} names the architecture {', '.join(names)}, which this transformers does not have."
+            )
+        with torch.device("meta"):
+            model: nn.Module = found(config) if names else found.from_config(config)
+            return model
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no configuration of a model: {error}") from None
+
+
+def _called(text: str) -> Any:
+    name, _, function = text.partition(":")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"`model` {text!r} cannot be imported: {error}.") from None
+    finally:
+        sys.path.remove("")
+    with torch.device("meta"):
+        return made()
+
+
+def _of_transformers(model: Any, sequence: int | None) -> PlannedModel:
+    """Step and batch of a model of Hugging Face by its main input: tokens or images."""
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = model(**batch).loss
+        if loss is None:
+            raise ConfigError(f"{type(model).__name__} has no loss of its own. Give `module:function` with a step.")
+        return loss
+
+    if model.main_input_name == "pixel_values":
+        size, channels = getattr(model.config, "image_size", 224), getattr(model.config, "num_channels", 3)
+        return PlannedModel(
+            model,
+            step,
+            lambda count: {
+                "pixel_values": torch.zeros(count, channels, size, size),
+                "labels": torch.zeros(count, dtype=torch.int64),
+            },
+            None,
+        )
+    if model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"{type(model).__name__} takes `{model.main_input_name}`, of which no example can be made. Give "
+            "`module:function` with a step and a batch."
+        )
+    length = sequence or getattr(model.config, "max_position_embeddings", None) or 1024
+
+    def tokens(count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, length, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return PlannedModel(model, step, tokens, length)
