@@ -63,7 +63,8 @@ class _Version(argparse.Action):
     """Option that prints the versions of this package and of PyTorch, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"smp_strategy {version('smp-strategy')} (PyTorch {version('torch')})")
+        ours = import_module("smp_strategy").__version__
+        print(f"smp_strategy {ours} (PyTorch {version('torch')})")
         parser.exit()
 
 
