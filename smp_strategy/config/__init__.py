@@ -10,6 +10,8 @@ In reading order:
 * ``activation_options``: activation checkpointing and offload.
 * ``precision_options``: compute and reduction dtypes, loss scaling.
 * ``foreign_words``: words of other libraries for options and their values, for errors.
+* ``option_signature``: signatures and docstrings with every option.
+* ``keywords``: the same for type checkers and editors, generated.
 * ``parsing``: type checks of values, and values from text.
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.

@@ -15,10 +15,11 @@ import logging
 import os
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, Unpack
 
 from smp_strategy.config.activation_options import ActivationOptions
 from smp_strategy.config.foreign_words import meant_option
+from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.options import (
     PartitionOptions,
     PipelineOptions,
@@ -56,11 +57,10 @@ class CheckpointOptions:
     """Form and time of writing checkpoints. Both forms are read under any layout, independent of these options."""
 
     state_dict_type: StateDictType = "full"
-    """``full``: one ordinary file, as a single process writes it. ``sharded``: a directory in the format of
-    ``torch.distributed.checkpoint``, to which each rank writes its shards."""
+    """Form of checkpoints. ``full``: one ordinary file, as a single process writes it. ``sharded``: a directory in the
+    format of ``torch.distributed.checkpoint``, to which each rank writes its shards."""
     async_save: bool = False
     """Write files in the background: training stops only for the copy to host memory."""
-
     checkpoint_weights_only: bool = True
     """Load only tensors and plain values, so that no file can run code. ``False``: load any pickled object of the full
     form; use it only for files that you trust. ``trainer.fit(..., weights_only=)`` takes precedence."""
@@ -170,7 +170,7 @@ class SMPConfig(
         return found
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
+    def from_options(cls, **options: Unpack[OptionKeywords]) -> Self:
         """Build a config from keyword arguments, aliases and the ``SMP_*`` environment; arguments win.
 
         Raises:

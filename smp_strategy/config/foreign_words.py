@@ -62,8 +62,8 @@ NOTES: Final[Mapping[str, str]] = {
     "data_parallel_replicate_degree dp_replicate_degree": "Leave it out: ranks that pipeline and tensor parallelism "
     "leave over are replicas. Over how many of them parameters are sharded says `sharded_data_parallel_degree`.",
     "zero_stage zero stage zero_optimization sharding_strategy data_parallel_sharding_strategy": "Stage 1 is "
-    "`shard_optimizer_state=True`; stage 3, FULL_SHARD or HYBRID_SHARD is `sharded_data_parallel_degree`, how many ranks "
-    "hold one copy.",
+    "`shard_optimizer_state=True`; stage 3, FULL_SHARD or HYBRID_SHARD is `sharded_data_parallel_degree`: how many "
+    "ranks hold one copy.",
     "microbatch_size micro_batch_size train_micro_batch_size_per_gpu micro_batch_size_per_gpu": "`microbatches` is a "
     "number, not a size: the batch of the data loader is cut into so many.",
     "batch_size train_batch_size global_batch_size gbs": "The data loader has the batch size; `microbatches` says into "
@@ -81,8 +81,9 @@ NOTES: Final[Mapping[str, str]] = {
     "are placed automatically. By hand: `auto_partition=False` with `smp_strategy.set_partition`, or `partition_file`.",
     "gradient_clipping clip_grad max_grad_norm clip_grad_norm gradient_clip_val": "Clipping is an argument of the "
     "Trainer or a call of the Accelerator, as ever; `sdp_gradient_clipping` is SageMaker's.",
-    "cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree "
-    "ulysses_sequence_parallel_size sp_size sequence_parallel_size": "There is no context parallelism here. With `tensor_parallel_degree`, "
+    "cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sp_size "
+    "sequence_parallel_size ulysses_sequence_parallel_size": "There is no context parallelism here. With "
+    "`tensor_parallel_degree`, "
     '`optimize="memory"` splits activations between blocks along the sequence.',
     "ep ep_size ep_degree expert_parallel expert_model_parallel_size expert_parallel_size expert_parallel_degree "
     "enable_expert_parallel": "There is no expert parallelism here: experts are placed and sharded as other layers.",

@@ -57,9 +57,10 @@ class PipelineOptions:
     """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
     (``interleaved``: number of stages + 2)."""
     pipeline: Schedule = "interleaved"
-    """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
-    ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
-    ``zb-v``: zero bubble, with weight gradients in the bubbles. ``auto``: the fastest one that fits."""
+    """Order of the work of a stage. ``interleaved``: backward work that is ready goes first. ``simple``: all forwards,
+    then all backwards. ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages.
+    ``zb-h1``, ``zb-h2``, ``zb-v``: zero bubble, with weight gradients in the bubbles. ``auto``: the fastest one that
+    fits."""
     virtual_pipeline_degree: int | None = None
     """Chunks of the model on each stage. ``None``: 2 under ``zb-v``, chosen under ``auto``, else 1."""
     placement_strategy: str = "cluster"
@@ -282,8 +283,8 @@ class ShardingOptions:
     """For a shard group that spans nodes: gather between nodes first, then inside each node. Results are bit-identical:
     reductions are hierarchical in any case."""
     sdp_gather: Gather = "auto"
-    """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
-    keep them until the end of the batch, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    """When parameters are gathered. ``use``: those of a unit for each use, and freed after it. ``step``: all of them
+    once, kept until the end of the batch, for less communication and more memory. ``auto``: ``step`` with a pipeline,
     in which a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
     (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
