@@ -30,4 +30,5 @@ It is the one place that knows every part of the package. In reading order:
 * ``microbatch_notes.py``: layers and losses whose numbers depend on how a batch is cut.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
 * ``offline_planning.py``: a partition without ranks and without memory.
+* ``doctor.py``: ``smp doctor``: this machine, its transports, and what works here.
 """

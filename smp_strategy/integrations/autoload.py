@@ -141,7 +141,7 @@ def _with_recipes(registry: Any) -> Any:
         return {**self["smp"], "strategy_name": name, "init_params": options}
 
     def available_strategies(self: Any) -> list[str]:
-        return _Names(self)
+        return StrategyNames(self)
 
     methods = {"__contains__": contains, "__missing__": missing, "available_strategies": available_strategies}
     return type(registry.__name__, (registry,), {**methods, "__module__": registry.__module__})
@@ -151,7 +151,7 @@ def _is_recipe(name: object) -> bool:
     return isinstance(name, str) and name.startswith(_RECIPE)
 
 
-class _Names(list[str]):
+class StrategyNames(list[str]):
     """Names of strategies; that of any recipe is among them."""
 
     def __contains__(self, name: object) -> bool:
