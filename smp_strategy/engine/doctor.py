@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -186,7 +186,7 @@ def _answer_of(end: Connection, deadline: float) -> list[Tried]:
 
 
 def _rank_main(rank: int, folder: str, kind: str, connection: Connection) -> None:
-    index = rank % torch.cuda.device_count() if kind == "cuda" else None
+    index = rank % max(torch.cuda.device_count(), 1)
     own_devices = kind == "cuda" and torch.cuda.device_count() > 1
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     backend = "cpu:gloo,cuda:nccl" if own_devices else "gloo"
@@ -204,8 +204,8 @@ def measured_transports(device: torch.device = HOST) -> list[Tried]:
         device: of this rank, for tensors between stages.
     """
     assert dist.group.WORLD is not None
-    of_host = ("shared_memory", "gloo")
-    ways = of_host if devices.is_host(device) else [each for each in get_args(StageTransport) if each != "auto"]
+    of_host: Sequence[StageTransport] = ("shared_memory", "gloo")
+    ways = of_host if devices.is_host(device) else ("cuda_ipc", "nccl", *of_host)
     found = []
     for way in ways:
         try:

@@ -79,8 +79,8 @@ def plan_partition(
         ConfigError: the options do not go together, or there are fewer units than stages.
         UnsupportedError: the step reads values, and the module has none.
     """
-    given: dict[str, Any] = {"pipeline_parallel_degree": num_stages, **options}
-    config = SMPConfig.from_options(**given)
+    written: dict[str, Any] = {"pipeline_parallel_degree": num_stages, **options}
+    config = SMPConfig.from_options(**written)
     config.check(num_stages)
     units = choose_placed_units(config, module, num_stages)
     given = place_beforehand(config, module, units, num_stages)
