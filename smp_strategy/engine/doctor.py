@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from smp_strategy.config.config import SMPConfig, option_types
 from smp_strategy.config.options import StageTransport
@@ -44,6 +45,7 @@ PACKAGES: Final = {
     "jsonargparse": "LightningCLI",
 }
 NEEDED: Final = 3
+_SPELT: Final = {"jsonargparse": "'jsonargparse[signatures]'"}
 SECONDS: Final = 120.0
 _SMALL: Final = 256 * 2**20
 _LINGER: Final = 5.0
@@ -83,6 +85,8 @@ class Examination:
     """Whether ``import torch`` registers the strategy's name."""
     variables: Sequence[str] = ()
     """Variables of options that are set, and what is wrong with them."""
+    unfit: Sequence[str] = ()
+    """Installed versions that this package was not made for."""
 
     @property
     def works(self) -> bool:
@@ -122,6 +126,7 @@ def examine(*, with_transports: bool = True) -> Examination:
         and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
         and any(each.name == "smp_strategy" for each in metadata.entry_points(group="torch.backends")),
         variables=_variables(os.environ),
+        unfit=_unfit(),
     )
 
 
@@ -129,6 +134,18 @@ def _version(name: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
+
+
+def _unfit() -> list[str]:
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("smp_strategy") or ()]
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return []
+    return [
+        f"{each.name} {version} is installed, but this package was made for {each.specifier}"
+        for each in wanted
+        if each.name in PACKAGES and (version := _version(each.name)) and not each.specifier.contains(version, True)
+    ]
 
 
 def _accelerators() -> tuple[list[str], str]:
@@ -258,8 +275,9 @@ def _working(found: Examination) -> list[str]:
 
 
 def _to_install(found: Examination) -> list[str]:
-    lines = [
-        f"pip install {name}: {use}" + ("" if index < NEEDED else " (only if you want it)")
+    lines = [*found.unfit]
+    lines += [
+        f"pip install {_SPELT.get(name, name)}: {use}" + ("" if index < NEEDED else " (only if you want it)")
         for index, (name, use) in enumerate(PACKAGES.items())
         if found.versions[name] is None
     ]

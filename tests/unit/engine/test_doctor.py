@@ -44,6 +44,8 @@ def test_a_machine_that_has_all_needs_nothing():
     ("changes", "lines"),
     [
         (without("accelerate"), ["pip install accelerate: ", "(only if you want it)"]),
+        (without("jsonargparse"), ["pip install 'jsonargparse[signatures]'"]),
+        ({"unfit": ("torch 9.9 is installed, but",)}, ["What to install or change\n  torch 9.9 is installed"]),
         (without("lightning"), ["no training on two ranks: see below", "pip install lightning: the door"]),
         ({"is_autoloaded": False}, ["needs `import smp_strategy` in the script"]),
         ({"shared_memory": 64 * 2**20}, ["64.0 MiB free in /dev/shm", "--shm-size"]),
@@ -75,6 +77,12 @@ def test_this_machine_is_examined_without_starting_processes(monkeypatch):
     assert found.versions["torch"]
     assert found.cores >= 1
     assert any("Did you mean SMP_MICROBATCHES?" in each for each in found.variables)
+
+
+def test_versions_outside_of_the_ranges_of_the_project_are_named(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["torch>=2.11,<2.16", "peft>=0.15; extra == 'x'"])
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.16.0+cu130")
+    assert [each.partition(" is installed")[0] for each in doctor._unfit()] == ["torch 2.16.0+cu130"]
 
 
 @pytest.mark.parametrize(("found", "status"), [(HERE, 0), (dataclasses.replace(HERE, **without("torch")), 1)])
