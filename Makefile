@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash -o pipefail
 pytest := $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/programs
 
-.PHONY: help setup train test test-all test-programs lint format picture
+.PHONY: help setup train test test-all test-programs lint format options picture
 
 help:
 	@sed -n 1,2p Makefile
@@ -56,6 +56,11 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Writes docs/options.md and the typed keyword arguments again.
+options: setup
+	$(BIN)/python docs/options.py
+	$(BIN)/ruff format --quiet smp_strategy/config/keywords.py
 
 # Draws docs/picture.svg again.
 picture: setup

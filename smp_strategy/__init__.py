@@ -66,7 +66,7 @@ __all__ = [
     "tp_register_with_module",
     "unit",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CheckpointError": "smp_strategy.errors",

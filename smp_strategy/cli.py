@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments of the command line; ``None``: those of this process.
 
     Returns:
-        Exit status: 0 for success, 1 for damage found by ``smp verify``, 2 for a failed command, 130 for an interrupt.
+        Exit status: 0 for success, 1 for damage found by ``smp verify`` or a machine on which no ranks can
+        train (``smp doctor``), 2 for a failed command, 130 for an interrupt.
         Errors of the script of ``smp run`` are raised.
     """
     given = _parser().parse_args(arguments)
@@ -46,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="smp",
         description="Checkpoints: write them as other programs want them, take theirs over, look, verify. "
-        "Layouts: plan them, estimate one. Partitions: explain them. Scripts of SageMaker's libraries: run them.",
+        "Layouts: plan them, estimate one. Partitions: explain them. The machine: examine it. Scripts of SageMaker's "
+        "libraries: run them.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and that of PyTorch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -57,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_plan(commands)
     _add_estimate(commands)
+    _add_doctor(commands)
     _add_run(commands)
     return parser
 
@@ -65,7 +68,8 @@ class _Version(argparse.Action):
     """Option that prints the versions of this package and of PyTorch, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"smp_strategy {version('smp-strategy')} (PyTorch {version('torch')})")
+        ours = import_module("smp_strategy").__version__
+        print(f"smp_strategy {ours} (PyTorch {version('torch')})")
         parser.exit()
 
 
@@ -223,6 +227,17 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the layouts as data")
     parser.add_argument("--hydra", metavar="FILE", help="write the best layout as a configuration of the group smp")
     parser.add_argument("--accelerate", metavar="FILE", help="write the best layout for `accelerate launch`")
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is installed, which devices and transports there are, what works here, what to install",
+        description="Two processes try the transports, for some seconds. Exit status: 0 if two ranks can train here, "
+        "else 1.",
+    )
+    parser.add_argument("--quick", action="store_true", help="do not try the transports")
+    parser.set_defaults(run="engine.doctor")
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, final
 
 from torch import nn
 
-from smp_strategy.config.options import group_size
+from smp_strategy.config.activation_options import group_size
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import ModuleNotes
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.config.options import group_size
+from smp_strategy.config.activation_options import group_size
 from smp_strategy.errors import ConfigError
 
 __all__ = ["LayersInARow", "checkpoint_sequential"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from smp_strategy.activations.annotations import asked_for
 from smp_strategy.activations.policy import KEEP, ActivationPolicies, ActivationPolicy
-from smp_strategy.config.options import ActivationOptions, group_size
+from smp_strategy.config.activation_options import ActivationOptions, group_size
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.units import Unit
 

@@ -6,8 +6,12 @@ In reading order:
   contradictions.
 * ``variables``: options from environment variables, aliases, variables of other programs.
 * ``sagemaker_options``, ``sagemaker_keys``: a configuration of SageMaker's library as options; its keys and values.
-* ``options``: options by concern: pipeline, partition, tracing, sharding, tensor parallelism, activations.
+* ``options``: options by concern: pipeline, partition, tracing, units, sharding, tensor parallelism.
+* ``activation_options``: activation checkpointing and offload.
 * ``precision_options``: compute and reduction dtypes, loss scaling.
+* ``foreign_words``: words of other libraries for options and their values, for errors.
+* ``option_signature``: signatures and docstrings with every option.
+* ``keywords``: the same for type checkers and editors, generated.
 * ``parsing``: type checks of values, and values from text.
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.

@@ -1,9 +1,9 @@
 """Configuration of the library: all options in one flat, validated, frozen dataclass.
 
 Each concern is a small dataclass of its own, in :mod:`smp_strategy.config.options`,
-:mod:`smp_strategy.config.precision_options` and, for checkpoints, here. :class:`SMPConfig` inherits them all, which
-keeps the options flat for the user (``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the
-reader.
+:mod:`smp_strategy.config.activation_options`, :mod:`smp_strategy.config.precision_options` and, for checkpoints, here.
+:class:`SMPConfig` inherits them all, which keeps the options flat for the user
+(``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the reader.
 
 A value of the wrong type or range is an error, and so is an unknown name. All mistakes are reported at once. This
 module does not import torch: Hydra reads it while it composes a configuration.
@@ -15,10 +15,12 @@ import logging
 import os
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, Unpack
 
+from smp_strategy.config.activation_options import ActivationOptions
+from smp_strategy.config.foreign_words import meant_option
+from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.options import (
-    ActivationOptions,
     PartitionOptions,
     PipelineOptions,
     RestoreModule,
@@ -32,7 +34,7 @@ from smp_strategy.config.parsing import as_dict, as_tuple, one_of, wrong_types
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE
 from smp_strategy.config.sagemaker_options import read_sagemaker, render_sagemaker
-from smp_strategy.config.variables import ALIASES, options_in, resolve_aliases
+from smp_strategy.config.variables import ALIASES, options_in, resolve_aliases, told_by_origin
 from smp_strategy.errors import ConfigError
 
 __all__ = [
@@ -55,11 +57,10 @@ class CheckpointOptions:
     """Form and time of writing checkpoints. Both forms are read under any layout, independent of these options."""
 
     state_dict_type: StateDictType = "full"
-    """``full``: one ordinary file, as a single process writes it. ``sharded``: a directory in the format of
-    ``torch.distributed.checkpoint``, to which each rank writes its shards."""
+    """Form of checkpoints. ``full``: one ordinary file, as a single process writes it. ``sharded``: a directory in the
+    format of ``torch.distributed.checkpoint``, to which each rank writes its shards."""
     async_save: bool = False
     """Write files in the background: training stops only for the copy to host memory."""
-
     checkpoint_weights_only: bool = True
     """Load only tensors and plain values, so that no file can run code. ``False``: load any pickled object of the full
     form; use it only for files that you trust. ``trainer.fit(..., weights_only=)`` takes precedence."""
@@ -169,7 +170,7 @@ class SMPConfig(
         return found
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
+    def from_options(cls, **options: Unpack[OptionKeywords]) -> Self:
         """Build a config from keyword arguments, aliases and the ``SMP_*`` environment; arguments win.
 
         Raises:
@@ -178,7 +179,8 @@ class SMPConfig(
         problems: list[str] = []
         given = resolve_aliases(options, problems)
         merged = options_in(os.environ, option_types(), problems, given)
-        return cls._of_known({**merged, **given}, problems)
+        with told_by_origin(options, os.environ, _defaults()):
+            return cls._of_known({**merged, **given}, problems)
 
     @classmethod
     def from_variables(cls, environ: Mapping[str, str]) -> Self:
@@ -188,7 +190,8 @@ class SMPConfig(
             ConfigError: variables that name no option, and every other mistake, together.
         """
         problems: list[str] = []
-        return cls._of_known(options_in(environ, option_types(), problems), problems)
+        with told_by_origin({}, environ, _defaults()):
+            return cls._of_known(options_in(environ, option_types(), problems), problems)
 
     @classmethod
     def from_sagemaker(
@@ -258,14 +261,25 @@ class SMPConfig(
         return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
 
 
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(SMPConfig)}
+
+
 def option_types() -> dict[str, Any]:
     """Type of every option."""
     return typing.get_type_hints(SMPConfig)
 
 
 def unknown_option(name: str, others: Collection[str] = ()) -> str:
-    """Error text for the unknown option ``name``, with the nearest known one; ``others`` are known in addition."""
+    """Error text for the unknown option ``name``, with what it means elsewhere, or else the nearest known one.
+
+    Args:
+        name: as given.
+        others: options that are known in addition.
+    """
     known = [*option_types(), *ALIASES, *others]
+    if meant := meant_option(name, known):
+        return f"`{name}` is not an option. {meant}"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
     return f"`{name}` is not an option.{hint}"

@@ -1,4 +1,4 @@
-"""Options by concern: pipeline, partition, tracing, units, sharding, tensor parallelism, activations.
+"""Options by concern: pipeline, partition, tracing, units, sharding, tensor parallelism.
 
 Names and defaults are those of SageMaker's model parallel library unless an option says otherwise, so that an existing
 configuration can be copied over. Options that SageMaker does not have (``virtual_pipeline_degree``, ``memory_limit``)
@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from smp_strategy.config.parsing import at_least_one, one_of
-from smp_strategy.config.sizes import parse_bytes
+from smp_strategy.config.sizes import as_bytes
 
 __all__ = [
-    "ActivationOptions",
     "DDPReduction",
     "Gather",
     "LossWeighting",
@@ -28,7 +27,6 @@ __all__ = [
     "TensorParallelOptions",
     "TraceOptions",
     "UnitOptions",
-    "group_size",
 ]
 
 Optimize = Literal["memory", "speed"]
@@ -59,9 +57,10 @@ class PipelineOptions:
     """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
     (``interleaved``: number of stages + 2)."""
     pipeline: Schedule = "interleaved"
-    """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
-    ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
-    ``zb-v``: zero bubble, with weight gradients in the bubbles. ``auto``: the fastest one that fits."""
+    """Order of the work of a stage. ``interleaved``: backward work that is ready goes first. ``simple``: all forwards,
+    then all backwards. ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages.
+    ``zb-h1``, ``zb-h2``, ``zb-v``: zero bubble, with weight gradients in the bubbles. ``auto``: the fastest one that
+    fits."""
     virtual_pipeline_degree: int | None = None
     """Chunks of the model on each stage. ``None``: 2 under ``zb-v``, chosen under ``auto``, else 1."""
     placement_strategy: str = "cluster"
@@ -164,7 +163,7 @@ class PartitionOptions:
             )
         for limit in _each(self.memory_limit):
             try:
-                if _bytes(limit) < 1:
+                if as_bytes(limit) < 1:
                     found.append(f"`memory_limit` must be at least 1 byte, but is {limit!r}.")
             except ValueError as error:
                 found.append(f"`memory_limit`: {error}")
@@ -198,7 +197,7 @@ class PartitionOptions:
         """Memory limit of each of ``num_stages`` stages in bytes; ``None``: memory of the device."""
         if self.memory_limit is None:
             return None
-        limits = tuple(_bytes(limit) for limit in _each(self.memory_limit))
+        limits = tuple(as_bytes(limit) for limit in _each(self.memory_limit))
         return limits if isinstance(self.memory_limit, tuple) else limits * num_stages
 
     def speeds(self, num_stages: int) -> tuple[float, ...]:
@@ -284,8 +283,8 @@ class ShardingOptions:
     """For a shard group that spans nodes: gather between nodes first, then inside each node. Results are bit-identical:
     reductions are hierarchical in any case."""
     sdp_gather: Gather = "auto"
-    """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
-    keep them until the end of the batch, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    """When parameters are gathered. ``use``: those of a unit for each use, and freed after it. ``step``: all of them
+    once, kept until the end of the batch, for less communication and more memory. ``auto``: ``step`` with a pipeline,
     in which a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
     (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
@@ -381,120 +380,8 @@ class TensorParallelOptions:
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationOptions:
-    """Activation checkpointing and offload."""
-
-    activation_checkpointing: str | tuple[str, ...] = "none"
-    """Units that keep only their inputs and recompute the rest in backward: ``none``, ``all``, or units by patterns of
-    module names or by classes: ``blocks.*``, ``GPT2Block``. ``auto``: only as many as `memory_limit` makes
-    necessary."""
-    checkpoint_strategy: str = "each"
-    """Grouping of units of one list that follow each other on a stage: ``each`` is recomputed by itself, all of them
-    together (``contiguous``), or N together (``group_N``). A group keeps only the inputs of its first unit."""
-    selective_checkpointing: bool = False
-    """Keep the results of matrix products, convolutions and attention as well, and recompute only the rest."""
-    preserve_rng_state: bool = True
-    """Recompute with the same random numbers, in dropout for instance."""
-    offload_activations: bool = False
-    """Offload activations to host memory: the inputs of recomputed units, or all activations if none are
-    recomputed."""
-    offload_min_bytes: int | str = "1MiB"
-    """Size from which tensors are offloaded: bytes, or text like ``256KiB``."""
-    activation_loading_horizon: int = 4
-    """Pipeline actions (calls of units with one stage) by which offloaded activations are loaded ahead of their use.
-    Activations that are needed sooner than that after forward are not offloaded."""
-
-    def _problems(self) -> list[str]:
-        found = at_least_one(self, "activation_loading_horizon") + self._problems_of_offload()
-        found += _problems_of_words(self.activation_checkpointing)[:1]
-        if group_size(self.checkpoint_strategy) == 0:
-            found.append(
-                "`checkpoint_strategy` must be each, contiguous or group_N with N from 1 on, but is "
-                f"{self.checkpoint_strategy!r}."
-            )
-        given = [name for name in ("checkpoint_strategy", "preserve_rng_state") if _is_given(self, name)]
-        if self.activation_checkpointing in ("none", ()) and given:
-            found += [
-                f"`{name}={getattr(self, name)!r}` has no effect, because nothing is computed again. Set "
-                "`activation_checkpointing`, or leave it out."
-                for name in given
-            ]
-        return found
-
-    def _problems_of_offload(self) -> list[str]:
-        found = []
-        try:
-            if _bytes(self.offload_min_bytes) < 0:
-                found.append(f"`offload_min_bytes` must be at least 0, but is {self.offload_min_bytes}.")
-        except ValueError as error:
-            found.append(f"`offload_min_bytes`: {error}")
-        if not self.offload_activations:
-            found += [
-                f"`{name}={getattr(self, name)!r}` has no effect, because nothing is offloaded. Set "
-                "`offload_activations=True`, or leave it out."
-                for name in ("offload_min_bytes", "activation_loading_horizon")
-                if _is_given(self, name)
-            ]
-        return found
-
-    @property
-    def least_offloaded(self) -> int:
-        """Size in bytes from which tensors are offloaded."""
-        return _bytes(self.offload_min_bytes)
-
-    @property
-    def checkpointing_patterns(self) -> tuple[str, ...]:
-        """Patterns of modules in `activation_checkpointing`."""
-        given = self.activation_checkpointing
-        if isinstance(given, str):
-            given = () if given in ("none", "all", "auto") else tuple(given.split(","))
-        return tuple(pattern.strip() for pattern in given if pattern.strip())
-
-
-_WORDS = ("none", "all", "auto")
-# Words of others for them.
-_MEANT = dict.fromkeys(("true", "on", "yes", "1", "full"), "all") | dict.fromkeys(("false", "off", "no", "0"), "none")
-
-
-def _problems_of_words(given: str | tuple[str, ...]) -> list[str]:
-    """Error texts for words in `activation_checkpointing` that would be taken for patterns of modules."""
-    patterns = given.split(",") if isinstance(given, str) else given
-    found = []
-    for pattern in patterns:
-        word = pattern.strip().lower()
-        if meant := _MEANT.get(word):
-            found.append(f"`activation_checkpointing={given!r}`: {pattern!r} names no modules. Write {meant!r}.")
-        elif word in _WORDS and (len(patterns) > 1 or isinstance(given, tuple)):
-            found.append(
-                f"`activation_checkpointing={given!r}`: {word!r} stands for all units and beside nothing else. Write "
-                f"the word alone, not in a list, or patterns of modules."
-            )
-        elif word in _WORDS and word != given:
-            found.append(f"`activation_checkpointing={given!r}` must be written {word!r}.")
-    return found
-
-
-def group_size(strategy: str) -> int | None:
-    """Number of adjacent units that a checkpointing strategy groups; ``None``: all, 0: unknown strategy."""
-    if strategy == "contiguous":
-        return None
-    if strategy == "each":
-        return 1
-    number = strategy.removeprefix("group_")
-    return int(number) if number != strategy and number.isdecimal() else 0
-
-
 def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:
     """The given limits: none, one for all stages, or one for each."""
     if limit is None:
         return ()
     return limit if isinstance(limit, tuple) else (limit,)
-
-
-def _bytes(limit: int | str) -> int:
-    return parse_bytes(limit) if isinstance(limit, str) else limit
-
-
-def _is_given(config: object, name: str) -> bool:
-    return bool(getattr(config, name) != getattr(type(config), name))

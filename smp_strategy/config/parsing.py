@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
+from smp_strategy.config.foreign_words import meant_value
 from smp_strategy.errors import ConfigError
 
 __all__ = ["as_dict", "as_text", "as_timeout", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
@@ -21,8 +22,16 @@ def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
         value = getattr(options, name)
         if not fits(value, hint):
             shown = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
-            found.append(f"`{name}` must be {shown}, but is {value!r} ({type(value).__name__}).")
+            meant = meant_value(name, value, _words_of(hint))
+            written = f" Write `{meant}`." if meant else ""
+            found.append(f"`{name}` must be {shown}, but is {value!r} ({type(value).__name__}).{written}")
     return found
+
+
+def _words_of(hint: Any) -> tuple[str, ...]:
+    """The words that ``hint`` allows."""
+    parts = typing.get_args(hint)
+    return parts if typing.get_origin(hint) is Literal else tuple(word for part in parts for word in _words_of(part))
 
 
 def as_tuple(value: Any) -> Any:
@@ -120,6 +129,8 @@ def at_least_one(config: object, *names: str) -> list[str]:
 def one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
     """Error text for the option ``name`` if it is none of ``choices``."""
     value = getattr(config, name)
-    return (
-        [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]
-    )
+    if value in choices:
+        return []
+    meant = meant_value(name, value, choices)
+    hint = f" Write `{meant}`." if meant else ""
+    return [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}.{hint}"]

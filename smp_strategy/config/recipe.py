@@ -8,6 +8,8 @@ from smp_strategy.errors import ConfigError
 
 __all__ = ["MICROBATCHES_PER_STAGE", "follow_degree", "named_replicas", "parse_recipe"]
 
+_BY_HYDRA = "smp="
+
 # Default number of microbatches per stage; it keeps the bubble below 20 %.
 MICROBATCHES_PER_STAGE = 4
 
@@ -31,7 +33,7 @@ _NUMBER = re.compile(r"(pp|v|tp|sdp|mb)(\d+)")
 _MICS = re.compile(r"mics(\d+)x(\d+)")
 
 
-def parse_recipe(name: str) -> dict[str, Any]:
+def parse_recipe(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:
     """Parse a recipe: ``pp2``, ``pp4_mb16``, ``pp4_1f1b_v2``, ``tp2_pp2``, ``mics2x2``, ``zero1``.
 
     A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
@@ -39,10 +41,14 @@ def parse_recipe(name: str) -> dict[str, Any]:
     B times; B is no option, because it follows from the number of ranks (:func:`named_replicas`). A name that shards
     something or splits layers, and has no ``pp``, means one stage.
 
+    Args:
+        name: the recipe.
+        door: what stands before it where the user wrote it, for errors: ``smp=``, ``SMP_CONFIG=``.
+
     Raises:
-        ConfigError: a part that is not understood, or one that stands twice.
+        ConfigError: a part that is not understood, that stands twice, or that is 0.
     """
-    options = _parts(name)
+    options = _parts(name, door)
     if "pipeline_parallel_degree" in options:
         options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
     elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
@@ -63,13 +69,13 @@ def follow_degree(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"microbatches": MICROBATCHES_PER_STAGE * degree}
 
 
-def _parts(name: str) -> dict[str, Any]:
+def _parts(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:
     """The options that stand in a recipe, without those that follow from them."""
     options: dict[str, Any] = {}
     for part in name.split("_"):
-        key, value = _option(name, part)
+        key, value = _option(f"{door}{name}", part)
         if key in options:
-            raise ConfigError(f"`smp={name}`: `{key}` is given twice.")
+            raise ConfigError(f"`{door}{name}`: `{key}` is given twice.")
         options[key] = value
     return options
 
@@ -79,18 +85,20 @@ def named_replicas(name: str) -> int:
     return max((int(match[2]) for part in name.split("_") if (match := _MICS.fullmatch(part))), default=1)
 
 
-def _option(name: str, part: str) -> tuple[str, Any]:
+def _option(written: str, part: str) -> tuple[str, Any]:
     if match := _NUMBER.fullmatch(part):
+        if int(match[2]) == 0:
+            raise ConfigError(f"`{written}`: {part} must be {match[1]}1 or more, or be left out.")
         return _NUMBERS[match[1]], int(match[2])
     if match := _MICS.fullmatch(part):
         if int(match[2]) == 0:
-            raise ConfigError(f"`smp={name}`: {part} has 0 replicas. Write micsNx1 for one.")
+            raise ConfigError(f"`{written}`: {part} has 0 replicas. Write micsNx1 for one.")
         return "sharded_data_parallel_degree", int(match[1])
     if part == "zero1":
         return "shard_optimizer_state", True
     if part in _SCHEDULES:
         return "pipeline", _SCHEDULES[part]
     raise ConfigError(
-        f"`smp={name}`: the part {part!r} is not understood. Parts are ppN, vN, tpN, sdpN, micsNxM, zero1, mbN and a "
+        f"`{written}`: the part {part!r} is not understood. Parts are ppN, vN, tpN, sdpN, micsNxM, zero1, mbN and a "
         f"schedule ({', '.join(_SCHEDULES)}), joined by `_`, e.g. pp2_mb8."
     )

@@ -6,7 +6,7 @@ whether a model fits. So both families of units are read by their own names.
 
 import re
 
-__all__ = ["parse_bytes", "show_bytes", "show_count", "show_seconds"]
+__all__ = ["as_bytes", "parse_bytes", "show_bytes", "show_count", "show_seconds"]
 
 _PREFIXES = "KMGT"
 _UNITS = {
@@ -28,6 +28,11 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no amount of memory. Write a number and one of {', '.join(_UNITS)}: 16GiB.")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def as_bytes(amount: int | str) -> int:
+    """Number of bytes of ``amount``, which may be a text like ``"16GiB"``."""
+    return parse_bytes(amount) if isinstance(amount, str) else amount
 
 
 def show_bytes(count: float) -> str:

@@ -6,9 +6,12 @@ note at the start names it.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from smp_strategy.config.foreign_words import NAMES
 from smp_strategy.config.parsing import parse
 from smp_strategy.config.recipe import follow_degree, parse_recipe
 from smp_strategy.errors import ConfigError
@@ -21,7 +24,9 @@ __all__ = [
     "note_on_others",
     "options_in",
     "resolve_aliases",
+    "recipe_options",
     "text_of_variable",
+    "told_by_origin",
 ]
 
 ENV_PREFIX: Final = "SMP_"
@@ -85,7 +90,7 @@ def options_in(
     recipe: dict[str, Any] = {}
     if environ.get("SMP_CONFIG"):
         try:
-            recipe = parse_recipe(environ["SMP_CONFIG"])
+            recipe = parse_recipe(environ["SMP_CONFIG"], "SMP_CONFIG=")
         except ConfigError as error:
             problems += error.problems
     variables: dict[str, str] = {}  # the variable of each option
@@ -116,6 +121,63 @@ def options_in(
     return {**recipe, **options}
 
 
+def recipe_options(name: str, door: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Options of the recipe ``name``, which win over ``environ`` except where they only follow from other parts of it.
+
+    Args:
+        name: recipe, like ``pp2_sdp2``.
+        door: what stands before it where the user wrote it, for errors.
+        environ: environment variables.
+
+    Raises:
+        ConfigError: the recipe is not understood.
+    """
+    options = parse_recipe(name, door)
+    if "_mb" not in f"_{name}" and text_of_variable(environ, "microbatches"):
+        options.pop("microbatches", None)
+    return options
+
+
+@contextmanager
+def told_by_origin(given: Mapping[str, Any], environ: Mapping[str, str], defaults: Mapping[str, Any]) -> Iterator[None]:
+    """Add to errors where options come from that the user has not written, or not under their own names.
+
+    Args:
+        given: arguments, maybe by an alias; they win over ``environ``.
+        environ: environment variables.
+        defaults: default of every option.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        origins = _origins(given, environ, defaults)
+        raise ConfigError([_with_origins(problem, origins, defaults) for problem in error.problems]) from None
+
+
+def _origins(given: Mapping[str, Any], environ: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Where each option comes from; empty if its name says so."""
+    by = " (`accelerate launch` sets it from `smp_config`)" if environ.get("ACCELERATE_USE_SMP") else ""
+    origins: dict[str, str] = {}
+    if recipe := environ.get("SMP_CONFIG", ""):
+        with suppress(ConfigError):  # a problem of its own
+            origins |= dict.fromkeys(parse_recipe(recipe), f"SMP_CONFIG={recipe}{by}")
+    for variable in _with_prefix(environ):
+        if (name := _option_of(variable)) in defaults:
+            origins[name] = f"the environment variable {variable}{by}"
+    origins |= {name: f"its alias `{alias}`" for alias, name in ALIASES.items() if alias in given}
+    return origins | {name: "" for name in given if name in defaults and given[name] is not None}
+
+
+def _with_origins(problem: str, origins: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
+    told = []
+    for name, value in dict(re.findall(r"`(\w+)(?:=([^`]+))?`", problem.partition(". ")[0])).items():
+        if origin := origins.get(name):
+            told.append(f"`{name}` comes from {origin}.")
+        elif name not in origins and name in defaults and value == str(defaults[name]):
+            told.append(f"`{name}={value}` is its default.")
+    return " ".join([problem, *told])
+
+
 def text_of_variable(environ: Mapping[str, str], name: str) -> str | None:
     """Text of the variable for the option ``name``; ``None`` if it is not set."""
     return next((environ[each] for each in _with_prefix(environ) if _option_of(each) == name), None)
@@ -143,6 +205,9 @@ def _nearest(variable: str, hints: Iterable[str]) -> str | None:
     """The variable that ``variable`` probably is meant to be."""
     if variable in _OF_SAGEMAKER:
         return None
+    word = variable.removeprefix(ENV_PREFIX).lower()
+    if meant := next((option for option, names in NAMES.items() if word in names.split()), None):
+        return ENV_PREFIX + meant.upper()
     known = [name.upper() for name in (*hints, *ALIASES, *DOOR_OPTIONS)]
     known += [name.removeprefix(ENV_PREFIX) for name in NOT_OPTIONS]
     near = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX).upper(), known, n=1, cutoff=_NEAR)

@@ -10,7 +10,7 @@ is observed where that costs nothing: on the meta device, if the model is there.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.decide import partition_of, relief_of, step_program
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
@@ -51,7 +52,7 @@ def plan_partition(
     loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
     optimizers: Sequence[Optimizer] = (),
     machine: Machine | str = "cpu",
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Partition:
     """Partition that a run with ``num_stages`` stages would have: the best one, or a given one with its costs.
 
@@ -65,9 +66,11 @@ def plan_partition(
 
     Args:
         module: Full module, on the CPU or on the meta device.
-        step: Training step on a microbatch.
-        microbatch: Example; tensors on the meta device count as zeros. With `prescaled_batch=False` it has the samples
-            of all ranks of a tensor-parallel group.
+        step: Called as ``step(microbatch)``, with the microbatch alone, whatever the training step of a run takes:
+            ``lambda batch: module.training_step(batch, 0)`` for a LightningModule.
+        microbatch: Example, as large as a microbatch of the run: the batch of a replica divided by ``microbatches``.
+            Tensors on the meta device count as zeros. With `prescaled_batch=False` it has the samples of all ranks of a
+            tensor-parallel group.
         num_stages: Number of pipeline stages.
         loss_of: Picks the loss out of the result of ``step``.
         optimizers: Optimizers of the module; without any, two moments per parameter are assumed.
@@ -78,7 +81,8 @@ def plan_partition(
         ConfigError: the options do not go together, or there are fewer units than stages.
         UnsupportedError: the step reads values, and the module has none.
     """
-    config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
+    written: dict[str, Any] = {"pipeline_parallel_degree": num_stages, **options}
+    config = SMPConfig.from_options(**written)
     config.check(num_stages)
     units = choose_placed_units(config, module, num_stages)
     given = place_beforehand(config, module, units, num_stages)

@@ -53,6 +53,8 @@ ACCELERATE: Final = {
     "accelerate.utils.launch": "accelerate.utils.launch",
     "accelerate.commands.config.config_args": "accelerate.commands.config.config_args",
 }
+# Prefix of strategies that are a recipe: ``smp_pp2_sdp2``.
+_RECIPE: Final = "smp_"
 # Modules that load pretrained models and make their adapters.
 PRETRAINED: Final = ("transformers.modeling_utils", "peft.tuners.tuners_utils", "peft.peft_model")
 
@@ -121,6 +123,39 @@ def register_strategy(module: ModuleType) -> None:
         return make_strategy(tree)(**options)
 
     registry.register("smp", smp, description="Auto-partitioned pipeline parallelism (smp_strategy)")
+    registry.__class__ = _with_recipes(type(registry))
+
+
+def _with_recipes(registry: Any) -> Any:
+    """Subclass of a registry's class that knows ``smp_<recipe>`` as well: there are too many to register each."""
+
+    def contains(self: Any, name: object) -> bool:
+        return dict.__contains__(self, name) or _is_recipe(name)
+
+    def missing(self: Any, name: str) -> dict[str, Any]:
+        from smp_strategy.config.variables import recipe_options
+
+        if not _is_recipe(name):
+            raise KeyError(name)
+        options = recipe_options(name.removeprefix(_RECIPE), f"strategy={_RECIPE}", os.environ)
+        return {**self["smp"], "strategy_name": name, "init_params": options}
+
+    def available_strategies(self: Any) -> list[str]:
+        return StrategyNames(self)
+
+    methods = {"__contains__": contains, "__missing__": missing, "available_strategies": available_strategies}
+    return type(registry.__name__, (registry,), {**methods, "__module__": registry.__module__})
+
+
+def _is_recipe(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(_RECIPE)
+
+
+class StrategyNames(list[str]):
+    """Names of strategies; that of any recipe is among them."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or _is_recipe(name)
 
 
 class RegistryFinder(MetaPathFinder):

@@ -82,6 +82,9 @@ def test_the_script_under_the_launcher_trains_like_one_process(alone, tmp_path):
     same(metrics(tmp_path / "out"), metrics(alone))
     assert told.count("4 ranks = pp 2 x dp_replicate 1 x dp_shard 2") == 1
     assert len(re.findall(r"validation loss .*, perplexity", told)) == 3  # by one process
+    assert len(
+        re.findall(r"^step +\d+/\d+, \d+\.\d samples/s, about (?:\d+ min )?\d+ s left, train loss", told, re.MULTILINE)
+    )
     assert told.count("sampled from out/model") == 1
 
 

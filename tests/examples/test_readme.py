@@ -33,7 +33,7 @@ def run(folder, *command, **environment):
 
 
 def test_the_readme_can_be_read_in_three_minutes():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
 
 
 def test_the_script_prints_the_losses_under_it(tmp_path):

@@ -11,6 +11,7 @@ from lightning_toy import on_ranks, quiet
 
 from smp_strategy import SMPConfig, SMPStrategy
 from smp_strategy.config.config import option_types
+from smp_strategy.config.option_signature import option_texts
 from smp_strategy.pytorch_lightning import SMPStrategy as OtherStrategy
 
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -70,6 +71,17 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, capsys):
     with quiet(), pytest.raises(SystemExit):
         command_line(tmp_path, 2, by_path(microbatchs=4))
     assert "microbatchs" in capsys.readouterr().err
+
+
+def test_help_has_a_sentence_for_each_option(capsys):
+    with quiet(), pytest.raises(SystemExit) as ended:
+        LightningCLI(BoringModel, args=["fit", "--trainer.strategy.help", "smp_strategy.SMPStrategy"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for name, text in option_texts().items():
+        told_of_option = told.rpartition(f" --trainer.strategy.{name} ")[2].partition(" (type: ")[0]
+        # argparse breaks lines at hyphens, and so may put a space after one.
+        assert text.replace(" ", "")[:60] in told_of_option.replace(" ", ""), name
 
 
 @pytest.mark.parametrize("strategy", [SMPStrategy, OtherStrategy])

@@ -65,7 +65,7 @@ class LaunchOptions:
         problems: list[str] = []
         if self._recipe is not None:
             try:
-                parse_recipe(str(self._recipe))
+                parse_recipe(str(self._recipe), "recipe: ")
             except ConfigError as error:
                 problems += error.problems
         self._texts = {

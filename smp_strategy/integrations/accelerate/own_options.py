@@ -7,14 +7,24 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import parse
 from smp_strategy.config.variables import DOOR_OPTIONS, text_of_variable
 
-__all__ = ["OWN_OPTIONS", "LossInModel", "LossReduction", "TrainingOutputs", "take_own", "wrong_own"]
+__all__ = ["OWN_OPTIONS", "LossInModel", "LossReduction", "PluginKeywords", "TrainingOutputs", "take_own", "wrong_own"]
 
 LossInModel = Literal["auto"] | bool
 LossReduction = Literal["mean", "sum"]
 TrainingOutputs = Literal["all", "loss"]
+
+
+class PluginKeywords(OptionKeywords, total=False):
+    """Keyword arguments of SMPPlugin."""
+
+    loss_in_model: LossInModel
+    loss_reduction: LossReduction
+    training_outputs: TrainingOutputs
+
 
 OWN_OPTIONS: Mapping[str, Any] = {
     "loss_in_model": "auto",
@@ -27,7 +37,12 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "loss_reduction": typing.get_args(LossReduction),
     "training_outputs": typing.get_args(TrainingOutputs),
 }
-assert set(OWN_OPTIONS) == set(_CHOICES) == DOOR_OPTIONS
+assert (
+    set(OWN_OPTIONS)
+    == set(_CHOICES)
+    == DOOR_OPTIONS
+    == set(PluginKeywords.__annotations__) - set(OptionKeywords.__annotations__)
+)
 
 
 def take_own(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[list[Any], list[str]]:

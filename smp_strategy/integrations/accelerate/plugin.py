@@ -18,20 +18,27 @@ import functools
 import os
 import sys
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.option_signature import with_option_docs, with_option_signature
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
-from smp_strategy.integrations.accelerate.own_options import LossInModel, LossReduction, TrainingOutputs, take_own
+from smp_strategy.integrations.accelerate.own_options import (
+    LossInModel,
+    LossReduction,
+    PluginKeywords,
+    TrainingOutputs,
+    take_own,
+)
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
@@ -95,6 +102,8 @@ def _with_options(plugin: Class) -> Class:
         plugin.__annotations__[option.name] = option.type
         setattr(plugin, option.name, option.default)
     dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
+    plugin.__init__ = with_option_signature(plugin.__init__)  # type: ignore[misc]
+    plugin.__doc__ = with_option_docs(plugin.__doc__)
     return plugin
 
 
@@ -133,14 +142,15 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
     loss_reduction: LossReduction = "mean"
     training_outputs: TrainingOutputs = "all"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[PluginKeywords]) -> None:
+        given: dict[str, Any] = dict(options)
         base_names = {field.name for field in dataclasses.fields(ParallelismConfig)}
-        base = {name: options.pop(name) for name in base_names.intersection(options)}
+        base = {name: given.pop(name) for name in base_names.intersection(given)}
         problems = problems_of_base(base)
-        own, wrong = take_own(options, os.environ)
+        own, wrong = take_own(given, os.environ)
         problems += wrong
         try:
-            self.config = SMPConfig.from_options(**options)
+            self.config = SMPConfig.from_options(**given)
         except ConfigError as error:
             problems += error.problems
         if problems:

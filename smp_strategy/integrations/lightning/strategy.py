@@ -23,13 +23,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
 from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
@@ -97,7 +98,7 @@ class StrategyHooks(DelegatingStrategy):
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = None,
-        **options: Any,
+        **options: Unpack[OptionKeywords],
     ) -> None:
         start_new_job()
         super().__init__(

@@ -5,6 +5,7 @@ is contiguous; a manual one need not be.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 from smp_strategy.activations.policy import KEEP, ActivationPolicy
+from smp_strategy.config.sizes import show_count, show_seconds
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.output_file import write_atomically
@@ -188,6 +190,15 @@ class Partition:
             cost=problem.cost(score.step_seconds, max(memory)),
             lower_bound=lower_bound,
             limited_by=_limit(problem, stages, score),
+        )
+
+    def __repr__(self) -> str:
+        counts = Counter(unit.stage for unit in self.units)
+        spread = " + ".join(str(counts[stage]) for stage in range(self.num_stages))
+        microbatches = show_count(self.num_microbatches, "microbatch", "microbatches")
+        return (
+            f"<Partition: {spread} units, {self.schedule}, {microbatches}, step {show_seconds(self.step_seconds)}, "
+            f"limited by the {self.limited_by}>"
         )
 
     @property

@@ -404,7 +404,7 @@ def test_every_schedule_can_be_named_in_a_recipe(schedule):
 
 
 def test_a_degree_of_zero_is_refused_when_the_config_is_built():
-    with pytest.raises(ConfigError, match="`pipeline_parallel_degree` must be at least 1"):
+    with pytest.raises(ConfigError, match="`smp=pp0_mb1`: pp0 must be pp1 or more"):
         SMPConfig(**parse_recipe("pp0_mb1"))
 
 
@@ -442,9 +442,9 @@ def test_what_leaves_the_choice_of_activations_no_choice_is_refused(options, pro
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (True, "'true' names no modules. Write 'all'"),
-        ("off", "'off' names no modules. Write 'none'"),
-        ("blocks.*, Yes", "' Yes' names no modules. Write 'all'"),
+        (True, "true names no modules. Write `all`"),
+        ("off", "off names no modules. Write `none`"),
+        ("blocks.*, Yes", " Yes names no modules. Write `all`"),
         (["all", "none"], "'all' stands for all units and beside nothing else"),
         ("auto,blocks.*", "'auto' stands for all units and beside nothing else"),
         (["none"], "'none' stands for all units and beside nothing else"),

@@ -97,7 +97,7 @@ def test_state_for_shards_can_be_dealt_out_over_replicas():
 def test_there_is_no_limit_for_what_is_gathered_once_per_step(options, why):
     assert problems(**SHARDED | options, sdp_max_live_parameters=1000) == [
         f"`sdp_max_live_parameters` (1000) limits what is gathered ahead, but {why} gathers everything once per step. "
-        "Set `sdp_gather=use`, or leave it out."
+        "Set `sdp_gather=use`, or leave it out." + (" `sdp_gather=auto` is its default." if "auto" in why else "")
     ]
 
 

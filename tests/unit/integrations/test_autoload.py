@@ -105,10 +105,14 @@ def test_smp_is_registered_whichever_import_comes_first_and_fits_the_lightning_t
     more = """
 import inspect
 source = inspect.getsource(strategies)  # the genuine loader is still there
-print("smp" in strategies.StrategyRegistry, len(source) > 100, smp_strategy.SMPStrategy.__module__)
+registry = strategies.StrategyRegistry
+print("smp" in registry, len(source) > 100, smp_strategy.SMPStrategy.__module__)
+config = registry.get("smp_pp2_sdp2").config
+print(config.pipeline_parallel_degree, config.microbatches, config.sharded_data_parallel_degree)
+print("smp_pp2" in registry.available_strategies(), "ddp" in registry, "smpx" in registry.available_strategies())
 """
     home = {"lightning.pytorch": "integrations.lightning", "pytorch_lightning": "pytorch_lightning"}[tree]
-    assert prepared(code + more) == f"True True smp_strategy.{home}"
+    assert prepared(code + more) == f"True True smp_strategy.{home}\n2 8 2\nTrue True False"
 
 
 def test_it_can_be_switched_off():

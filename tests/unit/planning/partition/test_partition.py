@@ -58,6 +58,13 @@ def test_a_partition_says_what_limits_it():
     assert partition(0, 1, 1, 1, memory_limits=(None, 500)).limited_by == "memory of stage 1"
 
 
+def test_a_partition_is_printed_in_one_line():
+    found = repr(partition(0, 1, 1, 1))
+    assert found.startswith("<Partition: 1 + 3 units, 1f1b, 2 microbatches, step ")
+    assert found.endswith("limited by the time of stage 1>")
+    assert len(found) < 120
+
+
 def test_a_partition_is_optimal_if_its_cost_is_the_lower_bound():
     found = partition(0, 0, 1, 1)
     assert found.cost == pytest.approx(20 / 12)
