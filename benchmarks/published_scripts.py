@@ -26,15 +26,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 MODEL = "training/distributed_training/pytorch/model_parallel"
 GPT2, NEOX, GPT_J = f"{MODEL}/gpt2", f"{MODEL}/gpt-neox", f"{MODEL}/gpt-j"
 PIPELINE, HALVES = "--pipeline_parallel_degree 2 --microbatches 2", "--tensor_parallel_degree 2"
 ALONE = "--microbatches 2"
+BERT_SCRIPT = "sagemaker_smp_pretrain.py"
 OWN = "--use_distributed_transformer 0"
+
+SMALL = (
+    "--num_layers 4 --hidden_width 32 --num_heads 2 --vocab_size 64 --max_context_width 32 --train_batch_size 4 "
+    "--val_batch_size 4 --max_steps 4 --lr_decay_iters 6 --checkpoint_freq 2 --validation_freq 2 "
+    "--validation_batches 2 --embd_pdrop 0 --attn_pdrop 0 --resid_pdrop 0 --summary_first_pdrop 0 --lr 1e-3 "
+    "--checkpoint-dir {folder}/checkpoints"
+)
+BERT = (
+    "--input_dir {train} --config_file {folder}/bert.json --output_dir {folder}/bert --smp 1 --do_train 1 --local_rank 0 "
+    "--train_batch_size 4 --max_seq_length 32 --max_predictions_per_seq 4 --max_steps 4 --steps_this_run 4 "
+    "--learning_rate 1e-3 --skip_checkpoint 1 --disable_progress_bar 1 --warmup_proportion 0.5"
+)
 
 
 class Case(NamedTuple):
-    """A script: commit and folder of the repository, arguments, ranks, and the case that has the same losses."""
+    """A script: commit and folder of the repository, arguments, ranks, and the case that has the same losses.
+
+    ``common`` are arguments of all cases of a script, ``parameters`` those of the launcher.
+    """
 
     commit: str
     folder: str
@@ -42,6 +60,8 @@ class Case(NamedTuple):
     arguments: str = ""
     ranks: int = 2
     same_as: str = ""
+    common: str = SMALL
+    parameters: str = ""
 
 
 CASES = {
@@ -74,19 +94,32 @@ CASES = {
     "t5-pp2": Case(
         "653a1f4d", f"{MODEL}/flan-t5", "train.py", f"{PIPELINE} --model_type flan_t5 --flash_attention 0", 2, "t5-one"
     ),
-    "falcon-one": Case("5f321e30", f"{MODEL}/falcon", "train.py", f"{ALONE} --model_type falcon", 1),
-    "falcon-pp2": Case("5f321e30", f"{MODEL}/falcon", "train.py", f"{PIPELINE} --model_type falcon", 2, "falcon-one"),
+    "falcon-one": Case("5f321e30", f"{MODEL}/falcon", "train.py", f"{ALONE} {OWN} --model_type falcon", 1),
+    "falcon-pp2": Case(
+        "5f321e30", f"{MODEL}/falcon", "train.py", f"{PIPELINE} {OWN} --model_type falcon", 2, "falcon-one"
+    ),
+    "bert-one": Case("7ed6accf", f"{MODEL}/bert/bert_example", BERT_SCRIPT, "", 1, "", BERT, '{"microbatches": 2}'),
+    "bert-pp2": Case(
+        *("7ed6accf", f"{MODEL}/bert/bert_example", BERT_SCRIPT, "", 2, "bert-one", BERT),
+        '{"partitions": 2, "microbatches": 2, "ddp": true}',
+    ),
 }
-SMALL = (
-    "--num_layers 4 --hidden_width 32 --num_heads 2 --vocab_size 64 --max_context_width 32 --train_batch_size 4 "
-    "--val_batch_size 4 --max_steps 4 --lr_decay_iters 6 --checkpoint_freq 2 --validation_freq 2 "
-    "--validation_batches 2 --embd_pdrop 0 --attn_pdrop 0 --resid_pdrop 0 --summary_first_pdrop 0 --lr 1e-3"
-)
 # Imported by scripts for what these cases do not ask for: data, reports, kernels.
 ABSENT = (
+    *("requests", "botocore", "botocore.exceptions", "apex.amp", "apex.parallel", "apex.parallel.distributed"),
     *("h5py", "py3nvml", "boto3", "flash_attn", "flash_attn.flash_attention", "einops"),
     *("apex", "apex.multi_tensor_apply", "amp_C", "apex_C"),
 )
+UNUSED = (
+    *("py3nvml", "FlashAttention", "rearrange", "multi_tensor_applier", "ClientError", "amp", "_amp_state"),
+    *("DistributedDataParallel", "flat_dist_call"),
+)
+# On a host without a GPU.
+ON_THE_HOST = {
+    r'torch\.device\("cuda", [^)]*\)\)': 'torch.device("cpu")',
+    r"assert torch\.cuda\.is_available\(\)": "pass",
+    r"\.cuda\(\)": "",
+}
 LOSS = re.compile(r"\bLoss: ([\d.]+)")
 
 
@@ -109,6 +142,12 @@ def result(examples: Path, name: str, folder: Path) -> str:
         found = subprocess.run(archive, capture_output=True, check=True)
         with tarfile.open(fileobj=io.BytesIO(found.stdout)) as file:
             file.extractall(scripts, filter="data")
+        if not torch.cuda.is_available():
+            for path in scripts.glob("*.py"):
+                text = path.read_text()
+                for call, other in ON_THE_HOST.items():
+                    text = re.sub(call, other, text)
+                path.write_text(text)
     if "falcon" in name:  # in the place of the Hub's
         hub = scripts / "tiiuae" / "falcon-7b"
         hub.mkdir(parents=True, exist_ok=True)
@@ -124,9 +163,11 @@ def result(examples: Path, name: str, folder: Path) -> str:
         "SM_OUTPUT_DATA_DIR": str(folder / "output"),
         "SM_NUM_GPUS": str(case.ranks),
         "OMP_NUM_THREADS": "1",
+        "SM_HP_MP_PARAMETERS": case.parameters,
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-    options = [*SMALL.split(), *case.arguments.split(), "--checkpoint-dir", str(folder / "checkpoints")]
+    common = case.common.format(folder=folder, train=folder / "train")
+    options = [*common.split(), *case.arguments.split()]
     done = subprocess.run(
         [*torchrun, __file__, "rank", case.script, *options],
         cwd=scripts,
@@ -150,12 +191,30 @@ def write_data(folder: Path) -> None:
                 start = draw.randrange(60)
                 ids = [(start + 3 * number) % 64 for number in range(32)]
                 file.write(json.dumps({"input_ids": ids, "attention_mask": [1] * 32}) + "\n")
+    if find_spec("h5py") is not None:
+        write_bert(folder)
+
+
+def write_bert(folder: Path) -> None:
+    import h5py
+
+    draw = random.Random(0)
+    for number in range(3):
+        with h5py.File(folder / "train" / f"training_{number}.hdf5", "w") as file:
+            file["input_ids"] = [[draw.randrange(64) for _ in range(32)] for _ in range(16)]
+            file["input_mask"] = [[1] * 32] * 16
+            file["segment_ids"] = [[0] * 16 + [1] * 16] * 16
+            file["masked_lm_positions"] = [[3, 9, 20, 0]] * 16
+            file["masked_lm_ids"] = [[draw.randrange(64) for _ in range(4)] for _ in range(16)]
+            file["next_sentence_labels"] = [draw.randrange(2) for _ in range(16)]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+    rest = {"hidden_act": "gelu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    rest |= {"max_position_embeddings": 32, "type_vocab_size": 2, "initializer_range": 0.02}
+    (folder / "bert.json").write_text(json.dumps({"vocab_size": 64, **sizes, **rest}))
 
 
 def run(arguments: list[str]) -> int:
     """One rank."""
-    import torch
-
     from smp_strategy.integrations.sagemaker.run_script import main as run_script
 
     if not torch.cuda.is_available():

@@ -23,7 +23,7 @@ GIVEN = {"ddp": True, "prescaled_batch": True, "optimize": "speed", "auto_partit
 def config(family="gpt2"):
     sizes = {"vocab_size": VOCABULARY, "use_cache": False, "initializer_range": 0.2}
     if family in ("gpt2", "gptj"):
-        dropout = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         sizes.update(n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, **dropout)
         return transformers.AutoConfig.for_model(family, **sizes, **({"rotary_dim": 4} if family == "gptj" else {}))
     if family == "gpt_neo":

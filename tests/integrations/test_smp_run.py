@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,57 @@ def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path):
     [losses] = [json.loads(line.removeprefix("losses ")) for line in done.stdout.splitlines() if "losses" in line]
     assert losses == plain(parts=4)[0].tolist()
     assert "[0] done" in done.stdout
+
+
+SPAWNING = """
+import os
+import sys
+
+import smdistributed.modelparallel.torch as smp
+import torch
+from smdistributed.modelparallel.torch.utils import get_distribution_axis
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        import smdistributed.dataparallel.torch.torch_smddp
+
+        assert smp.__name__ == "smp_strategy.smp" and not smp.is_initialized()
+        return torch.tensor([index, os.getpid()])
+
+
+def rank_of(rank, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    smp.init({"partitions": 2})
+    assert smp.allgather(smp.pp_rank(), smp.WORLD) == [0, 1]
+    smp.shutdown()
+
+
+if __name__ == "__main__":
+    how, port = sys.argv[1:]
+    if how == "ranks":
+        torch.multiprocessing.spawn(rank_of, (port,), nprocs=2)
+    else:
+        numbers, workers = torch.cat(list(DataLoader(Numbers(), num_workers=1, multiprocessing_context=how))).T
+        assert numbers.tolist() == [0, 1, 2, 3] and os.getpid() not in workers
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "ranks"])
+def test_processes_that_a_script_starts_have_the_names_too(tmp_path, how):
+    (tmp_path / "train.py").write_text(SPAWNING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = started("smp_strategy.cli", "run", "train.py", how, str(port), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "done" in done.stdout
 
 
 @pytest.mark.parametrize(
