@@ -101,12 +101,20 @@ def _modules() -> dict[str, ModuleType]:
         split = None if model is None or not model.partitioned else model.engine.layout.split
         return None if split is None or param not in split.cuts else split.cuts[param].dim
 
+    def of_its_tests(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "`smdistributed.modelparallel.test` has the tests of SageMaker's library, and is not there."
+        )
+
     found: dict[str, ModuleType] = {
         "smdistributed": _made("smdistributed"),
         _MODEL: _made(_MODEL, __version__=_VERSION),
         f"{_MODEL}.torch": smp,
         f"{_MODEL}.torch.state_mod": _made(f"{_MODEL}.torch.state_mod", state=smp.state),
         f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=of_rank, get_distribution_axis=axis),
+        f"{_MODEL}.test": _made(f"{_MODEL}.test"),  # AWS's script for BERT imports two of its functions, and calls none
+        f"{_MODEL}.test.torch": _made(f"{_MODEL}.test.torch"),
+        f"{_MODEL}.test.torch.utils": _made(f"{_MODEL}.test.torch.utils", dump_model=of_its_tests, verify=of_its_tests),
         _DATA: _made(_DATA),
         f"{_DATA}.torch": _made(f"{_DATA}.torch"),
         f"{_DATA}.torch.torch_smddp": smddp,
@@ -128,5 +136,6 @@ def _modules() -> dict[str, ModuleType]:
 
 def _made(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update({"__path__": [], "__file__": _ORIGIN, "__spec__": ModuleSpec(name, None, origin=_ORIGIN), **contents})
+    spec = ModuleSpec(name, None, origin=_ORIGIN)
+    vars(module).update({"__path__": [], "__file__": _ORIGIN, "__spec__": spec, **contents})
     return module
