@@ -33,6 +33,7 @@ GPT2, NEOX, GPT_J = f"{MODEL}/gpt2", f"{MODEL}/gpt-neox", f"{MODEL}/gpt-j"
 PIPELINE, HALVES = "--pipeline_parallel_degree 2 --microbatches 2", "--tensor_parallel_degree 2"
 ALONE = "--microbatches 2"
 BERT_SCRIPT = "sagemaker_smp_pretrain.py"
+WHOLE = "--tensor_parallel_degree 1"
 OWN = "--use_distributed_transformer 0"
 
 SMALL = (
@@ -85,18 +86,16 @@ CASES = {
     "neox-one": Case("173ccfd9", NEOX, "train.py", f"{ALONE} --model_type gpt_neox", 1),
     "neox-pp2": Case("173ccfd9", NEOX, "train.py", f"{PIPELINE} --model_type gpt_neox", 2, "neox-one"),
     "neox-tp2": Case("653a1f4d", GPT_J, "train.py", f"{HALVES} --model_type gpt_neox", 2, "neox-one"),
-    "gpt-j-one": Case("47196909", GPT_J, "train_gptj_simple.py", ALONE, 1),
-    "gpt-j-pp2": Case("47196909", GPT_J, "train_gptj_simple.py", PIPELINE, 2, "gpt-j-one"),
+    "gpt-j-one": Case("47196909", GPT_J, "train_gptj_simple.py", f"{ALONE} {WHOLE}", 1),
+    "gpt-j-pp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-j-one"),
     "gpt-j-tp2": Case("47196909", GPT_J, "train_gptj_simple.py", HALVES, 2, "gpt-j-one"),
-    "gpt-neo-one": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", ALONE, 1),
-    "gpt-neo-pp2": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", PIPELINE, 2, "gpt-neo-one"),
+    "gpt-neo-one": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{ALONE} {WHOLE}", 1),
+    "gpt-neo-pp2": Case(
+        "8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-neo-one"
+    ),
     "t5-one": Case("653a1f4d", f"{MODEL}/flan-t5", "train.py", f"{ALONE} --model_type flan_t5 --flash_attention 0", 1),
     "t5-pp2": Case(
         "653a1f4d", f"{MODEL}/flan-t5", "train.py", f"{PIPELINE} --model_type flan_t5 --flash_attention 0", 2, "t5-one"
-    ),
-    "falcon-one": Case("5f321e30", f"{MODEL}/falcon", "train.py", f"{ALONE} {OWN} --model_type falcon", 1),
-    "falcon-pp2": Case(
-        "5f321e30", f"{MODEL}/falcon", "train.py", f"{PIPELINE} {OWN} --model_type falcon", 2, "falcon-one"
     ),
     "bert-one": Case("7ed6accf", f"{MODEL}/bert/bert_example", BERT_SCRIPT, "", 1, "", BERT, '{"microbatches": 2}'),
     "bert-pp2": Case(
@@ -115,11 +114,8 @@ UNUSED = (
     *("py3nvml", "FlashAttention", "rearrange", "multi_tensor_applier", "ClientError", "amp", "_amp_state"),
     *("DistributedDataParallel", "flat_dist_call"),
 )
-# What PyTorch 2 and Transformers 5 have taken away.
-EDITS = {
-    r"from torch\._six import inf": "from torch import inf",
-    r"self\.get_head_mask\(head_mask, ": "[None] * (",
-}
+# What PyTorch 2 has taken away.
+EDITS = {r"from torch\._six import inf": "from torch import inf"}
 # On a host without a GPU.
 ON_THE_HOST = {
     r'torch\.device\("cuda", [^)]*\)\)': 'torch.device("cpu")',
@@ -137,7 +133,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
         for name in given.cases or CASES:
-            print(f"{name:20} {result(given.examples, name, Path(folder))}", flush=True)
+            same = CASES[name].same_as
+            print(f"{name:20} {result(given.examples, name, Path(folder))}{same and f' as {same}'}", flush=True)
 
 
 def result(examples: Path, name: str, folder: Path) -> str:
@@ -153,13 +150,6 @@ def result(examples: Path, name: str, folder: Path) -> str:
             for call, other in {**EDITS, **({} if torch.cuda.is_available() else ON_THE_HOST)}.items():
                 text = re.sub(call, other, text)
             path.write_text(text)
-    if "falcon" in name:  # in the place of the Hub's
-        hub = scripts / "tiiuae" / "falcon-7b"
-        hub.mkdir(parents=True, exist_ok=True)
-        (hub / "configuration_RW.py").write_bytes((scripts / "configuration_RW.py").read_bytes())
-        sizes = {"vocab_size": 64, "hidden_size": 128, "n_layer": 4, "n_head": 2, "n_head_kv": 1}
-        kind = {"model_type": "RefinedWebModel", "auto_map": {"AutoConfig": "configuration_RW.RWConfig"}}
-        (hub / "config.json").write_text(json.dumps({**kind, **sizes}))
     channels = {"TRAIN": "train", "TEST": "test"}
     environment = {
         **os.environ,

@@ -12,6 +12,7 @@ import pytest
 from smp_checks import plain
 
 ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "sagemaker.md"
 SCRIPT = """
 import importlib.util
 import json
@@ -68,22 +69,19 @@ def started(*command, folder, **environment):
 
 
 @pytest.mark.dear
-def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path):
+@pytest.mark.parametrize("entry", ["smp_strategy.smp", "launch.py"])
+def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path, entry):
+    [file] = re.findall(r"```python\n(import sys\nfrom smp_strategy.cli.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "launch.py").write_text(file)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "smp_checks.py").write_text((ROOT / "tests/integrations/smp_checks.py").read_text())
     parameters = {"partitions": 2, "microbatches": 4, "ddp": True}
     hyperparameters = json.dumps({"epochs": 1, "mp_parameters": json.dumps(parameters)})
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = started(
-        *torchrun,
-        "-m",
-        "smp_strategy.smp",
-        str(tmp_path / "train.py"),
-        "--epochs",
-        "1",
-        folder="/",
-        SM_HPS=hyperparameters,
-    )
+    # Outside of a container the script's path is given; in one the toolkit starts a file in the folder of the code.
+    command = [entry] if entry == "launch.py" else ["-m", entry, str(tmp_path / "train.py")]
+    folder = tmp_path if entry == "launch.py" else "/"
+    done = started(*torchrun, *command, "--epochs", "1", folder=folder, SM_HPS=hyperparameters)
     assert done.returncode == 0, done.stderr[-4000:]
     [losses] = [json.loads(line.removeprefix("losses ")) for line in done.stdout.splitlines() if "losses" in line]
     assert losses == plain(parts=4)[0].tolist()
@@ -130,6 +128,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "ranks"])
 def test_processes_that_a_script_starts_have_the_names_too(tmp_path, how):
     (tmp_path / "train.py").write_text(SPAWNING)

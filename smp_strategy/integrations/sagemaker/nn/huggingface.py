@@ -39,7 +39,7 @@ def family(name: str) -> ModuleType:
     setattr(module, f"translate_hf_state_dict_to_smdistributed_{name}", _same)
     # Its names until version 1.9.
     setattr(module, f"translate_hf_{name}_state_dict_to_smdistributed", _same)
-    setattr(module, "translate_hf_state_dict_to_smdistributed", _same)
+    module.translate_hf_state_dict_to_smdistributed = _same
     return module
 
 
