@@ -114,8 +114,11 @@ UNUSED = (
     *("py3nvml", "FlashAttention", "rearrange", "multi_tensor_applier", "ClientError", "amp", "_amp_state"),
     *("DistributedDataParallel", "flat_dist_call"),
 )
-# What PyTorch 2 has taken away.
-EDITS = {r"from torch\._six import inf": "from torch import inf"}
+# What PyTorch 2 has taken away, and a wrapper of the library's version 1.6.
+EDITS = {
+    r"from torch\._six import inf": "from torch import inf",
+    r"m\.module\.module\.transformer": "m.module.transformer",
+}
 # On a host without a GPU.
 ON_THE_HOST = {
     r'torch\.device\("cuda", [^)]*\)\)': 'torch.device("cpu")',

@@ -6,4 +6,6 @@ import of ``smdistributed`` there gives all names away, as in the process above.
 
 from smp_strategy.integrations.sagemaker.run_script import install_names
 
+__all__: list[str] = []
+
 install_names()
