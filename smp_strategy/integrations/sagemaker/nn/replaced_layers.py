@@ -24,7 +24,7 @@ from smp_strategy.tensor_parallel.plan.annotations import is_enabled
 __all__ = ["name_layers", "own_initialisation"]
 
 
-class _Names(NamedTuple):
+class LayerPlaces(NamedTuple):
     """Where a family has its layers: module below the base model, list of layers, and the parts of each."""
 
     stack: str
@@ -34,12 +34,12 @@ class _Names(NamedTuple):
 
 
 _FAMILIES: Final = {
-    "gpt2": _Names("", "h", "attn", "mlp"),
-    "gptj": _Names("", "h", "attn", "mlp"),
-    "gpt_neo": _Names("", "h", "attn", "mlp"),
-    "gpt_neox": _Names("", "layers", "attention", "mlp"),
-    "bert": _Names("encoder", "layer", "attention", "output"),
-    "roberta": _Names("encoder", "layer", "attention", "output"),
+    "gpt2": LayerPlaces("", "h", "attn", "mlp"),
+    "gptj": LayerPlaces("", "h", "attn", "mlp"),
+    "gpt_neo": LayerPlaces("", "h", "attn", "mlp"),
+    "gpt_neox": LayerPlaces("", "layers", "attention", "mlp"),
+    "bert": LayerPlaces("encoder", "layer", "attention", "output"),
+    "roberta": LayerPlaces("encoder", "layer", "attention", "output"),
 }
 
 
