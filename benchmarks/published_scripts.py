@@ -33,7 +33,7 @@ GPT2, NEOX, GPT_J = f"{MODEL}/gpt2", f"{MODEL}/gpt-neox", f"{MODEL}/gpt-j"
 PIPELINE, HALVES = "--pipeline_parallel_degree 2 --microbatches 2", "--tensor_parallel_degree 2"
 ALONE = "--microbatches 2"
 BERT_SCRIPT = "sagemaker_smp_pretrain.py"
-WHOLE = "--tensor_parallel_degree 1"
+WHOLE = "--tensor_parallel_degree 1 --hidden_width 128"
 OWN = "--use_distributed_transformer 0"
 
 SMALL = (
@@ -88,7 +88,7 @@ CASES = {
     "neox-tp2": Case("653a1f4d", GPT_J, "train.py", f"{HALVES} --model_type gpt_neox", 2, "neox-one"),
     "gpt-j-one": Case("47196909", GPT_J, "train_gptj_simple.py", f"{ALONE} {WHOLE}", 1),
     "gpt-j-pp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-j-one"),
-    "gpt-j-tp2": Case("47196909", GPT_J, "train_gptj_simple.py", HALVES, 2, "gpt-j-one"),
+    "gpt-j-tp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{HALVES} --hidden_width 128", 2, "gpt-j-one"),
     "gpt-neo-one": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{ALONE} {WHOLE}", 1),
     "gpt-neo-pp2": Case(
         "8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-neo-one"
