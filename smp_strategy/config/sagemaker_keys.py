@@ -48,6 +48,7 @@ V1: Final[Mapping[str, Key]] = {
     "fast_mode": Key(bool, "values always go straight to the stage that uses them"),
     "contiguous": Key(bool, "it is about TensorFlow"),
     "horovod": Key(bool, "replicas are averaged by PyTorch's collectives"),
+    "checkpoint_attentions": Key(bool, "`smp.set_activation_checkpointing` says which modules are checkpointed"),
     "_match_weights": Key(bool, "split layers keep the weights of the model"),
     "_fp32_grad_accumulation": Key(bool, "gradients of half precision always add up in float32"),
 }

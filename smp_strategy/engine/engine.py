@@ -438,10 +438,13 @@ class Engine:
         with self.views.put_aside():
             return self.local_model.unscale(optimizer, scale)
 
-    def begin_update(self, optimizer: Optimizer) -> None:
-        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`."""
-        if self._parts.local_model is not None:
-            self._parts.local_model.begin_update(optimizer)
+    def begin_update(self, optimizer: Optimizer) -> Tensor | None:
+        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`.
+
+        Returns:
+            Norm of all gradients before `sdp_gradient_clipping` has clipped them; ``None`` without that option.
+        """
+        return None if self._parts.local_model is None else self._parts.local_model.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""

@@ -256,11 +256,11 @@ class LocalModel:
         with torch.no_grad():
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
-    def begin_update(self, optimizer: Optimizer) -> None:
+    def begin_update(self, optimizer: Optimizer) -> Tensor | None:
         """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if (max_norm := self._config.sdp_gradient_clipping) is not None:
-            self.clip_grad_norm_(parameters, max_norm)
+        max_norm = self._config.sdp_gradient_clipping
+        norm = None if max_norm is None else self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._settings.begin(optimizer)
         self._state.begin_update(optimizer)
@@ -268,6 +268,7 @@ class LocalModel:
         if self.sharded is not None:
             self.sharded.show_pieces(parameters)
         self._updating = optimizer
+        return norm
 
     def end_update(self, optimizer: Optimizer) -> None:
         """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""

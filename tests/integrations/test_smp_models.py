@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from smp_checks import LAYOUTS, Net, adamw, assert_same, batches, begin, net, on_ranks, plain, train_step
 from smp_strategy.smp.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
+from smp_strategy.smp.nn.huggingface.gptj import translate_hf_gptj_state_dict_to_smdistributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -312,6 +313,7 @@ def test_flash_attention_takes_queries_keys_and_values_in_one():
 
 def test_translations_change_nothing_and_know_sagemakers_names():
     assert translate_state_dict_to_hf_gpt2({"wte.weight": 1}, max_seq_len=4) == {"wte.weight": 1}
+    assert translate_hf_gptj_state_dict_to_smdistributed({"wte.weight": 1}, 4) == {"wte.weight": 1}  # its older name
     with pytest.raises(CheckpointError, match="is a name of SageMaker's layers. Read what its library has written wit"):
         translate_state_dict_to_hf_gpt2({"transformer.seq_layers.0.weight": 1})
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from smp_checks import plain
 
 ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "sagemaker.md"
 SCRIPT = """
 import importlib.util
 import json
@@ -67,26 +69,75 @@ def started(*command, folder, **environment):
 
 
 @pytest.mark.dear
-def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path):
+@pytest.mark.parametrize("entry", ["smp_strategy.smp", "launch.py"])
+def test_a_script_runs_unedited_with_the_parameters_of_a_container(tmp_path, entry):
+    [file] = re.findall(r"```python\n(import sys\nfrom smp_strategy.cli.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "launch.py").write_text(file)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "smp_checks.py").write_text((ROOT / "tests/integrations/smp_checks.py").read_text())
     parameters = {"partitions": 2, "microbatches": 4, "ddp": True}
     hyperparameters = json.dumps({"epochs": 1, "mp_parameters": json.dumps(parameters)})
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = started(
-        *torchrun,
-        "-m",
-        "smp_strategy.smp",
-        str(tmp_path / "train.py"),
-        "--epochs",
-        "1",
-        folder="/",
-        SM_HPS=hyperparameters,
-    )
+    # Outside of a container the script's path is given; in one the toolkit starts a file in the folder of the code.
+    command = [entry] if entry == "launch.py" else ["-m", entry, str(tmp_path / "train.py")]
+    folder = tmp_path if entry == "launch.py" else "/"
+    done = started(*torchrun, *command, "--epochs", "1", folder=folder, SM_HPS=hyperparameters)
     assert done.returncode == 0, done.stderr[-4000:]
     [losses] = [json.loads(line.removeprefix("losses ")) for line in done.stdout.splitlines() if "losses" in line]
     assert losses == plain(parts=4)[0].tolist()
     assert "[0] done" in done.stdout
+
+
+SPAWNING = """
+import os
+import sys
+
+import smdistributed.modelparallel.torch as smp
+import torch
+from smdistributed.modelparallel.torch.utils import get_distribution_axis
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        import smdistributed.dataparallel.torch.torch_smddp
+
+        assert smp.__name__ == "smp_strategy.smp" and not smp.is_initialized()
+        return torch.tensor([index, os.getpid()])
+
+
+def rank_of(rank, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    smp.init({"partitions": 2})
+    assert smp.allgather(smp.pp_rank(), smp.WORLD) == [0, 1]
+    smp.shutdown()
+
+
+if __name__ == "__main__":
+    how, port = sys.argv[1:]
+    if how == "ranks":
+        torch.multiprocessing.spawn(rank_of, (port,), nprocs=2)
+    else:
+        numbers, workers = torch.cat(list(DataLoader(Numbers(), num_workers=1, multiprocessing_context=how))).T
+        assert numbers.tolist() == [0, 1, 2, 3] and os.getpid() not in workers
+    print("done")
+"""
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "ranks"])
+def test_processes_that_a_script_starts_have_the_names_too(tmp_path, how):
+    (tmp_path / "train.py").write_text(SPAWNING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = started("smp_strategy.cli", "run", "train.py", how, str(port), folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "done" in done.stdout
 
 
 @pytest.mark.parametrize(

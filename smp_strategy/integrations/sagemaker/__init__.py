@@ -14,6 +14,6 @@ Reading order::
     model_state.py, save_and_load.py       state dicts, whole or in parts; smp.save and smp.load
     checkpoint_calls.py                    smp.save_checkpoint and smp.resume_from_checkpoint
     creation.py                            contexts for models that are being created; smp.checkpoint
-    run_script.py                          smp run: scripts under the library's own names
+    run_script.py, names/                  smp run: scripts under the library's own names
     nn/, amp.py, optimizers.py             layers, gradient scaler, optimizers
 """

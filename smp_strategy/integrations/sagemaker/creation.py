@@ -10,6 +10,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations import annotations as checkpoint_notes
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.integrations.sagemaker.nn.replaced_layers import own_initialisation
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 from smp_strategy.model import annotations as stages
 from smp_strategy.tensor_parallel.plan import annotations as split_notes
@@ -86,7 +87,7 @@ def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> AbstractContex
         tp_config: options of SageMaker's own layers, which have no effect: a module's own code computes.
     """
     _note_layer_options(tp_config, "smp.tensor_parallelism")
-    return split_notes.tensor_parallelism(enabled)
+    return _split(enabled)
 
 
 def set_tensor_parallelism(module: Module, enabled: bool = True, **tp_config: Any) -> Module:
@@ -116,7 +117,7 @@ def model_creation(
     default = torch.get_default_dtype()
     with ExitStack() as stack:
         if tensor_parallelism:
-            stack.enter_context(split_notes.tensor_parallelism(True))
+            stack.enter_context(_split(True))
         if current_run().config.delayed_parameter_initialization:
             stack.enter_context(delay_param_initialization())
         if dtype is not None:
@@ -125,6 +126,12 @@ def model_creation(
             yield
         finally:
             torch.set_default_dtype(default)
+
+
+@contextmanager
+def _split(enabled: bool) -> Iterator[None]:
+    with split_notes.tensor_parallelism(enabled), own_initialisation() if enabled else nullcontext():
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from smp_strategy.integrations.accelerate.model_outputs import pack
 from smp_strategy.integrations.sagemaker import comm_hooks
 from smp_strategy.integrations.sagemaker.model_parts import LocalParts
 from smp_strategy.integrations.sagemaker.model_state import full_model_state, load_model_state, local_model_state
+from smp_strategy.integrations.sagemaker.nn.replaced_layers import name_layers
 from smp_strategy.integrations.sagemaker.own_outputs import own_outputs
 from smp_strategy.integrations.sagemaker.run_state import current_run
 from smp_strategy.integrations.sagemaker.same_batches import SameBatches
@@ -120,6 +121,7 @@ class DistributedModel(LocalParts):
         self._post_step: list[Hook] = []
         self._was_told = False
         self._same_batches = SameBatches(run)
+        name_layers(module)
         module._apply(self._prepared)
         self._start(config)
         run.models.append(self)

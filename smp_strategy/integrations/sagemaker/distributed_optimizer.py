@@ -68,6 +68,8 @@ class DistributedOptimizer(Optimizer):
         self.model = _model_of(optimizer, run)
         self._scaler: GradScaler | None = None
         self._overflow = False
+        # Norm of all gradients before the last clipping. Scripts with sharding log it under this name.
+        self._global_grad_norm: Tensor | float = 0.0
         is_half = run.config.fp16 or run.config.fp16_params
         if is_half:
             rules = ScalingRules.static(static_loss_scale or 1.0)
@@ -105,7 +107,8 @@ class DistributedOptimizer(Optimizer):
         engine = self.model.engine
         self.make_final()
         parameters = [each for group in self.param_groups for each in group["params"]]
-        return engine.clip_grad_norm_(parameters, max_norm, norm_type)
+        self._global_grad_norm = engine.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._global_grad_norm
 
     def make_final(self) -> None:
         """Reduce gradients over ranks and unscale them. Collective."""
@@ -128,12 +131,13 @@ class DistributedOptimizer(Optimizer):
         arguments = () if closure is None else (closure,)
         in_sight = engine.run_hook if engine.inspection.divides_updates else None
         with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
-            engine.begin_update(self.optimizer)
+            norm = engine.begin_update(self.optimizer)
             if self._scaler is None:
                 returned = self.optimizer.step(*arguments)
             else:
                 returned = self._scaler.step(self.optimizer, *arguments)
             engine.end_update(self.optimizer)
+        self._global_grad_norm = self._global_grad_norm if norm is None else norm
         if self._scaler is not None:
             self._overflow = self._scaler.has_skipped(self.optimizer)
             self._scaler.update()

@@ -5,7 +5,8 @@ these names are given to ``smp_strategy.smp`` and ``smp_strategy.smddp``, the mo
 library is installed nothing is given away, so that no script runs on another library than it seems to.
 ``torch.sagemaker`` (version 2) is refused: it wraps PyTorch's FSDP, which the engine takes the place of.
 
-Processes that Python starts anew (``spawn``) import the script under its own names again, and fail.
+Processes that Python starts anew (``spawn``, ``forkserver``) import the script again. They find the names by
+``sys.path``, on which :mod:`names.smdistributed` is the last entry.
 """
 
 import importlib.util
@@ -19,6 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from torch.nn import Parameter
+
 from smp_strategy.errors import ConfigError, UnsupportedError
 
 __all__ = ["install_names", "main", "run"]
@@ -26,6 +29,8 @@ __all__ = ["install_names", "main", "run"]
 # The latest release with the names of `smp_strategy.smp`; scripts print it, and compare it.
 _VERSION: Final = "1.15.0"
 _MODEL, _DATA = "smdistributed.modelparallel", "smdistributed.dataparallel"
+_NAMES: Final = os.path.join(os.path.dirname(__file__), "names")
+_ORIGIN: Final = os.path.join(_NAMES, "smdistributed", "__init__.py")
 _USAGE: Final = "python -m smp_strategy.smp script.py [arguments]"
 
 
@@ -55,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     sys.argv[:] = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(script))
+    sys.path.append(_NAMES)
     try:
         runpy.run_path(script, run_name="__main__")
     except ModuleNotFoundError as error:
@@ -73,9 +79,8 @@ def install_names() -> None:
     Raises:
         ConfigError: the real library is installed.
     """
-    present = sys.modules.get("smdistributed")
-    is_real = importlib.util.find_spec("smdistributed") if present is None else present.__file__ != __file__
-    if is_real:
+    present = importlib.util.find_spec("smdistributed")
+    if present is not None and present.origin != _ORIGIN:
         raise ConfigError(
             "SageMaker's library (`smdistributed`) is installed, so its names are not given to smp_strategy. Start the "
             "script with `python`, which runs that library, or uninstall it."
@@ -91,12 +96,25 @@ def _modules() -> dict[str, ModuleType]:
     def of_rank(text: str) -> str:
         return f"[{smp.rank()}] {text}" if smp.is_initialized() else text
 
+    def axis(param: Parameter) -> int | None:
+        model = smp.state.model
+        split = None if model is None or not model.partitioned else model.engine.layout.split
+        return None if split is None or param not in split.cuts else split.cuts[param].dim
+
+    def of_its_tests(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "`smdistributed.modelparallel.test` has the tests of SageMaker's library, and is not there."
+        )
+
     found: dict[str, ModuleType] = {
         "smdistributed": _made("smdistributed"),
         _MODEL: _made(_MODEL, __version__=_VERSION),
         f"{_MODEL}.torch": smp,
         f"{_MODEL}.torch.state_mod": _made(f"{_MODEL}.torch.state_mod", state=smp.state),
-        f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=of_rank),
+        f"{_MODEL}.torch.utils": _made(f"{_MODEL}.torch.utils", rmsg=of_rank, get_distribution_axis=axis),
+        f"{_MODEL}.test": _made(f"{_MODEL}.test"),  # AWS's script for BERT imports two of its functions, and calls none
+        f"{_MODEL}.test.torch": _made(f"{_MODEL}.test.torch"),
+        f"{_MODEL}.test.torch.utils": _made(f"{_MODEL}.test.torch.utils", dump_model=of_its_tests, verify=of_its_tests),
         _DATA: _made(_DATA),
         f"{_DATA}.torch": _made(f"{_DATA}.torch"),
         f"{_DATA}.torch.torch_smddp": smddp,
@@ -118,5 +136,6 @@ def _modules() -> dict[str, ModuleType]:
 
 def _made(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update({"__path__": [], "__file__": __file__, "__spec__": ModuleSpec(name, None), **contents})
+    spec = ModuleSpec(name, None, origin=_ORIGIN)
+    vars(module).update({"__path__": [], "__file__": _ORIGIN, "__spec__": spec, **contents})
     return module

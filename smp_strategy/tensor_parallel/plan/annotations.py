@@ -21,7 +21,7 @@ from torch import nn
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import ModuleNotes
 
-__all__ = ["disabled", "set_tensor_parallelism", "tensor_parallelism"]
+__all__ = ["disabled", "is_enabled", "set_tensor_parallelism", "tensor_parallelism"]
 
 _ENABLED = ModuleNotes[bool]("_smp_tensor_parallel")
 
@@ -51,6 +51,11 @@ def tensor_parallelism(enabled: bool = True) -> AbstractContextManager[None]:
     """
     _check(enabled)
     return _ENABLED.on_new(enabled)
+
+
+def is_enabled(module: nn.Module) -> bool:
+    """Whether the user has enabled the split of ``module`` itself."""
+    return _ENABLED.of(module) is True
 
 
 def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:

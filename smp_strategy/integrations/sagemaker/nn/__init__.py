@@ -5,6 +5,7 @@ In reading order::
     distributed_layers.py   DistributedLinear, DistributedEmbedding, FusedLayerNorm
     attention_layers.py     DistributedAttentionLayer, FlashAttentionLayer
     transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead
+    replaced_layers.py      Hugging Face's models, in which SageMaker's library puts these layers
     huggingface.py          translations of state dicts, which change nothing
 
 Sizes are those of the whole layer. Parameters keep their whole names and shapes in all state dicts.

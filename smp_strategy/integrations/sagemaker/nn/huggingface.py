@@ -33,10 +33,13 @@ def _same(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict
 
 
 def family(name: str) -> ModuleType:
-    """Make the module of a family of models, with its two translations."""
+    """Make the module of a family of models, with its translations."""
     module = ModuleType(f"{__name__}.{name}", f"Translations for {name}, which change nothing.")
-    setattr(module, f"translate_state_dict_to_hf_{name}", _same)
-    setattr(module, f"translate_hf_state_dict_to_smdistributed_{name}", _same)
+    names = (f"translate_state_dict_to_hf_{name}", f"translate_hf_state_dict_to_smdistributed_{name}")
+    # Until version 1.9.
+    older = (f"translate_hf_{name}_state_dict_to_smdistributed", "translate_hf_state_dict_to_smdistributed")
+    for call in (*names, *older):
+        setattr(module, call, _same)
     return module
 
 
