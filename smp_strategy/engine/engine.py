@@ -79,6 +79,7 @@ class Engine:
         manual: backward and optimizer steps of a :meth:`manual_step`.
         copies: returns the module copies that callbacks hold (EMA weights), which are partitioned with the module.
         known: returns the data loader's facts about the samples in the next batch.
+        settings: returns settings that ranks compare at each update, beside those of the optimizer.
         num_updates: number of steps of optimizers so far.
         outcome: errors that have ended a step, a backward or an update of this run.
     """
@@ -101,6 +102,7 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
+        self.settings: Callable[[], Mapping[str, object]] = dict
         self.num_updates = 0
         self.outcome = RunOutcome()
         self._kinds: set[str] = set()
@@ -441,7 +443,7 @@ class Engine:
     def begin_update(self, optimizer: Optimizer) -> None:
         """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`."""
         if self._parts.local_model is not None:
-            self._parts.local_model.begin_update(optimizer)
+            self._parts.local_model.begin_update(optimizer, self.settings())
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""
