@@ -124,6 +124,7 @@ class Watch:
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.senders: WeakSet[MessageSender] = WeakSet()
         self.timeout = dist.default_pg_timeout
+        self.read = (0, False)
         self._wait: _Wait | None = None
         self._apart: set[int] = set()
         self._begun: dict[str, _Begun] = {}
@@ -279,7 +280,7 @@ class Watch:
         sent = {message for sender in self.senders for message in tuple(sender.sent)}
         begun = {channel: (each.count, tuple(each.latest)) for channel, each in tuple(self._begun.items())}
         turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
-        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
+        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process, self.read)
         if wait is not self._wait and wait is not None:
             return  # that wait is over meanwhile
         store, rank, size = default_store(), self.rank, self._world_size

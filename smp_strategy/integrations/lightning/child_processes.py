@@ -33,6 +33,12 @@ GRACE_SECONDS: Final = 5.0
 # Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
+_GUESSES: Final[Mapping[int, str]] = {
+    signal.SIGKILL: ", as the system does when memory runs out (see `dmesg`)",
+    signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full",
+    signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
+    signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
+}
 STOPPED_SECONDS: Final = 60.0
 """Time for which a rank may be stopped before all ranks have met."""
 
@@ -169,7 +175,7 @@ def how_it_ended(pid: int, code: int) -> str:
         return f"its process ({pid}) ended with exit code {code}."
     number = -code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    guess = ", as the system does when memory runs out (see `dmesg`)" if number == signal.SIGKILL else ""
+    guess = _GUESSES.get(number, "")
     return f"its process ({pid}) was killed by {name} (signal {number}){guess}."
 
 
