@@ -72,7 +72,6 @@ class MicrobatchInterpreter:
 
     Attributes:
         program_trace: trace of the calls that it makes.
-        is_of_hook: whether it is code of a hook, which all stages run alike, and not a microbatch.
         graph: real tensors of this microbatch on this stage.
         terms: terms of the loss that get weights; ``None``: there are none.
     """
@@ -94,7 +93,7 @@ class MicrobatchInterpreter:
         self.program_trace = ProgramTrace(router, expected, stage.latest)
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
-        self.is_survey, self.is_of_hook = stage.is_dry, generators is not None
+        self.is_survey = stage.is_dry
         self.closed = False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None

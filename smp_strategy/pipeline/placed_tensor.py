@@ -42,8 +42,6 @@ class Interpreter(Protocol):
     """Whether the program has ended."""
     is_survey: bool
     """Whether it is a dry run, without values."""
-    is_of_hook: bool
-    """Whether it is code of a hook, which all stages run alike, and not a microbatch."""
     is_predicting: bool
     """Whether it is running code on fake tensors."""
     enclosing: nn.Module | None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.distributed.same_inputs import compare_with_earlier, digest_of
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
@@ -103,9 +102,6 @@ class Runtime:
             self.told((args, kwargs))
         if self.called is not None:
             self.called(program.microbatch, unit, args, kwargs)
-        if program.is_of_hook and self.stage.transport is not None:
-            doing = f"a call of `{name}` in a hook"
-            compare_with_earlier(digest_of((args, kwargs)), doing, self.stage.transport.group)
         return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
