@@ -73,6 +73,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def _path(text: str) -> str:
+    if not text:  # of a variable that is not set, perhaps; it would stand for the folder of this process
+        raise argparse.ArgumentTypeError("the path is empty. Give a file or a folder.")
+    return text
+
+
 def _size(text: str) -> int:
     try:
         size = parse_bytes(text)
@@ -89,8 +95,10 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write a checkpoint as safetensors, as a directory of Hugging Face, or in the other form",
         description="Write a checkpoint, sharded or full, as other programs want it.",
     )
-    parser.add_argument("checkpoint", help="what is read: a sharded or a full checkpoint, or what `smp import` reads")
-    parser.add_argument("out", help="what is written: a directory, or a file with --form full")
+    parser.add_argument(
+        "checkpoint", type=_path, help="what is read: a sharded or a full checkpoint, or what `smp import` reads"
+    )
+    parser.add_argument("out", type=_path, help="what is written: a directory, or a file with --form full")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--form",
@@ -131,11 +139,12 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument(
         "checkpoint",
+        type=_path,
         metavar="source",
         help="a Lightning or torch.save'd file, safetensors (a file, or a directory with an index), a directory of "
         "PyTorch's distributed checkpoints, or one of SageMaker's model_0_0.pt, model_0_1.pt, ...",
     )
-    parser.add_argument("out", help="what is written: a directory, or a file with --form full")
+    parser.add_argument("out", type=_path, help="what is written: a directory, or a file with --form full")
     parser.add_argument(
         "--form", choices=("sharded", "full"), default="sharded", help="of what is written (default: sharded)"
     )
@@ -164,7 +173,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("inspect", help="list tensors, what has written them, and whether they are intact")
-    parser.add_argument("checkpoint", help="a checkpoint, or anything that `smp import` reads")
+    parser.add_argument("checkpoint", type=_path, help="a checkpoint, or anything that `smp import` reads")
     parser.add_argument("--json", action="store_true", help="as data")
     parser.add_argument("--verify", action="store_true", help="read everything and compare it with its digests")
     parser.add_argument("--summary", action="store_true", help="leave out the list of tensors")
@@ -178,14 +187,16 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="compare every byte of checkpoints with their digests",
         description="Exit status: 0 all are intact; 1 one is damaged; 2 one cannot be verified.",
     )
-    parser.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="sharded or full")
+    parser.add_argument("checkpoints", type=_path, nargs="+", metavar="checkpoint", help="sharded or full")
     parser.set_defaults(run="checkpoint.tools.verify")
 
 
 def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("explain", help="say which units each stage has, and why")
-    parser.add_argument("partition", help="what `partition_file` or `save_partition` has written")
-    parser.add_argument("out", nargs="?", help="a file: .txt, .json or .html; without it the explanation is printed")
+    parser.add_argument("partition", type=_path, help="what `partition_file` or `save_partition` has written")
+    parser.add_argument(
+        "out", type=_path, nargs="?", help="a file: .txt, .json or .html; without it the explanation is printed"
+    )
     parser.set_defaults(run="reports.explain.command")
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.failure import is_library, publish_own
+from smp_strategy.distributed.failure import is_library, publish_own, shortened
 from smp_strategy.errors import PeerFailedError
 
 __all__ = ["chosen", "keep_short", "shorten"]
@@ -91,7 +91,7 @@ def _in_a_line(error: BaseException) -> PeerFailedError:
         culprit = _OF_RANK.match(text)
         is_anothers = culprit is not None and int(culprit[1]) != _rank()
         return PeerFailedError(f"{first} (the rest is in its output)" if is_anothers and is_longer else text)
-    said = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    said = shortened("".join(traceback.format_exception_only(error)).split("\n", 1)[0])
     return PeerFailedError(f"another rank failed first; here it was {said}")
 
 

@@ -44,7 +44,7 @@ from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
-__all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
+__all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "is_stopped", "user_code", "watch_of"]
 
 PATIENCE_SECONDS: Final = 5.0
 """Age of a wait at which a rank publishes its position."""
@@ -124,6 +124,7 @@ class Watch:
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.senders: WeakSet[MessageSender] = WeakSet()
         self.timeout = dist.default_pg_timeout
+        self.read = (0, False)
         self._wait: _Wait | None = None
         self._apart: set[int] = set()
         self._begun: dict[str, _Begun] = {}
@@ -279,7 +280,7 @@ class Watch:
         sent = {message for sender in self.senders for message in tuple(sender.sent)}
         begun = {channel: (each.count, tuple(each.latest)) for channel, each in tuple(self._begun.items())}
         turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
-        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
+        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process, self.read)
         if wait is not self._wait and wait is not None:
             return  # that wait is over meanwhile
         store, rank, size = default_store(), self.rank, self._world_size
@@ -380,12 +381,15 @@ def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[i
 
 def _may_be_stopped(position: Position | None, machine: str) -> bool:
     """Whether a silent rank may be stopped, and is not in one long call that holds Python's GIL."""
-    if position is None or position.process[0] != machine:
-        return True
+    return position is None or position.process[0] != machine or is_stopped(position.process[1]) is not False
+
+
+def is_stopped(process: int) -> bool | None:
+    """Whether a process of this machine is stopped; ``None``: it is none, or this system does not say."""
     try:
-        state = Path(f"/proc/{position.process[1]}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return None
     return state not in "RSDI"
 
 
@@ -394,7 +398,13 @@ def _place(position: Position | None) -> str:
 
 
 def _silent(rank: int, position: Position | None, doing: str, waited: float) -> str:
-    where = f"It was last seen at {position.place}." if position else "It has never said where it is."
+    if position is None:
+        return (
+            f"Rank {rank} has given no sign of life while this rank waited {waited:.0f} s for {doing}, nor before: it "
+            "runs without smp_strategy (another strategy, or no plugin, on this rank alone), or it is stopped (by "
+            "SIGSTOP or a debugger). Give all ranks the same options, and start the run again."
+        )
+    where = f"It was last seen at {position.place}."
     return (
         f"Rank {rank} has given no sign of life while this rank waited {waited:.0f} s for {doing}: it is stopped (by "
         f"SIGSTOP or a debugger) or its machine is. {where} Let it go on or end it, and start the run again."

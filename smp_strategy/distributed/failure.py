@@ -42,6 +42,7 @@ __all__ = [
     "publish",
     "publish_own",
     "raise_lost",
+    "shortened",
 ]
 
 FATAL: Final = 0
@@ -57,6 +58,8 @@ _ANSWER_SECONDS: Final = 5.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "pair closure", "recvbytes", "sendbytes")
 # Most lines of a message: that of an error in a process of a data loader contains a traceback.
 _NUM_LINES: Final = 3
+# Most letters of a line, of which a rank prints one: some errors have a whole tensor in them.
+_NUM_LETTERS: Final = 2000
 # Libraries whose frames tell a user little.
 _LIBRARIES: Final = frozenset(
     ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
@@ -240,13 +243,20 @@ def is_library(names: Mapping[str, Any]) -> bool:
 def _summary(error: BaseException) -> str:
     """Message of ``error`` (first and last line if it is long), and its place in the user's code."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    said = "\n".join(lines) if len(lines) <= _NUM_LINES else f"{lines[0]} ... {lines[-1]}"
+    ends = [lines[0], lines[-1]] if len(lines) > _NUM_LINES else lines
+    said = (" ... " if len(lines) > _NUM_LINES else "\n").join(map(shortened, ends))
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals)] or frames
     if not own:
         return said
     frame, line = own[-1]
     return f"{said} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def shortened(line: str) -> str:
+    """``line`` of a message, without its middle if it is very long."""
+    half = _NUM_LETTERS // 2
+    return line if len(line) <= _NUM_LETTERS else f"{line[:half]} ... {line[-half:]}"
 
 
 def _store_in_reach() -> dist.Store | None:

@@ -9,21 +9,19 @@ Differences that cannot be controlled (an iterable dataset that splits its sampl
 its own) are detected by comparing a checksum of the first batches.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
+from smp_strategy.distributed.same_inputs import digest_of
 from smp_strategy.errors import SMPError
 
-__all__ = ["BatchSource", "DataReaders", "LoaderState", "checksum"]
+__all__ = ["BatchSource", "DataReaders", "LoaderState"]
 
 _CHECKED_BATCHES = 2
 
@@ -126,7 +124,9 @@ class DataReaders:
         """
         if len(self.ranks) == 1 or self._num_checked == _CHECKED_BATCHES:
             return
-        found = collectives.gather_numbers(checksum(batch), "a comparison of batches", self._group())
+        found = collectives.gather_numbers(
+            digest_of(batch, most=None, texts=True).number, "a comparison of batches", self._group()
+        )
         if len(set(found)) > 1:
             raise SMPError(
                 f"Batch {self._num_checked} differs between the ranks of one replica {self.ranks}, which must all read "
@@ -178,16 +178,3 @@ class _Alone:
 
     def arrived(self, batch: Any, read: BatchSource | None) -> None:
         """Nothing to do."""
-
-
-def checksum(batch: Any) -> int:
-    """Checksum of every tensor, number and string in ``batch``, and of their order."""
-    found = 0
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found = zlib.crc32(content.numpy().data, found)
-        elif isinstance(leaf, (bool, int, float, str, bytes)):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found

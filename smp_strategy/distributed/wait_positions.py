@@ -46,6 +46,8 @@ class Position(NamedTuple):
     """Place in the user's code."""
     process: tuple[str, int]
     """Host name and process id."""
+    read: tuple[int, bool] = (0, False)
+    """Number of batches that the latest pass over a data loader has given, and whether there are no more."""
 
     @property
     def is_waiting(self) -> bool:
@@ -63,9 +65,11 @@ class Position(NamedTuple):
     @classmethod
     def decode(cls, text: str) -> "Position":
         """Inverse of :meth:`encode`."""
-        tick, turn, needs, begun, sent, doing, place, process = json.loads(text)
+        tick, turn, needs, begun, sent, doing, place, process, read = json.loads(text)
         needs = [[Condition(*condition) for condition in conditions] for conditions in needs]
-        return cls(tick, turn, needs, begun, {tuple(message) for message in sent}, doing, place, tuple(process))
+        return cls(
+            tick, turn, needs, begun, {tuple(message) for message in sent}, doing, place, tuple(process), tuple(read)
+        )
 
 
 def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:
@@ -99,13 +103,24 @@ def blockers(rank: int, positions: Mapping[int, Position]) -> set[int]:
 
 def story(positions: Mapping[int, Position], words: "DoorWords") -> str:
     """Error message, in ``words`` of the user's door, about ranks that wait for each other."""
-    lines = "\n".join(f"  rank {rank}: for {each.doing}; {each.place}" for rank, each in sorted(positions.items()))
+    has_fewer = any(is_over for _, is_over in (each.read for each in positions.values()))
+    has_fewer = has_fewer and len({each.read for each in positions.values()}) > 1
+    lines = "\n".join(
+        f"  rank {rank}: for {each.doing}; {each.place}{_read(each) if has_fewer else ''}"
+        for rank, each in sorted(positions.items())
+    )
+    reason = "Data loaders have given fewer batches on some ranks: all need equally many. " if has_fewer else ""
     return (
-        f"The ranks of this run wait for each other for ever:\n{lines}\n"
+        f"The ranks of this run wait for each other for ever:\n{lines}\n{reason}"
         "All of them must run the same code. What only some ranks do is the usual reason: a value that is read "
         f"(`{words.on_one}print(loss.item())`), a call that all ranks must make ({words.on_one_saves}, a call of the "
         f"model under such a condition), a stop, or fewer batches. Do it on all ranks, or use {words.tell}."
     )
+
+
+def _read(position: Position) -> str:
+    number, is_over = position.read
+    return f"; its data loader has given {number} batches{', and has no more' if is_over else ''}"
 
 
 def _can_go_on(position: Position, positions: Mapping[int, Position], stuck: Collection[int]) -> bool:

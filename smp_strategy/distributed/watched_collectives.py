@@ -61,7 +61,7 @@ _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
 }
 
 
-def compare_places(doing: str, group: dist.ProcessGroup) -> Handle[None]:
+def compare_places(doing: str, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> Handle[list[list[int]]]:
     """Begin to compare where the ranks of a small group are, as :func:`barrier` does; compute until you need to know.
 
     Each sends to each, so that the numbers are there when a rank comes to wait. The wait raises :class:`ApartError` if
@@ -70,17 +70,22 @@ def compare_places(doing: str, group: dist.ProcessGroup) -> Handle[None]:
     Args:
         doing: Purpose, as for :func:`begin`.
         group: Ranks that compare.
+        numbers: Numbers of this rank to send along, equally many on all.
+
+    Returns:
+        Handle of the numbers of each rank.
     """
     meeting = watch_of().begin(group, doing)
-    mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
+    mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, *numbers], dtype=torch.int64, device="cpu")
     try:
         found, waits = _sent_to_each(mine, group, COMPARED)
     except RuntimeError as error:
         _raise(meeting, error)
 
-    def compare(_: object) -> None:
-        if not all(torch.equal(theirs, mine) for theirs in found):
+    def compare(_: object) -> list[list[int]]:
+        if not all(torch.equal(theirs[:2], mine[:2]) for theirs in found):
             _raise_different(meeting)
+        return [theirs[2:].tolist() for theirs in found]
 
     return meeting.work(lambda: [wait() for wait in waits]).then(compare)
 

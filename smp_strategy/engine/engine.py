@@ -79,6 +79,7 @@ class Engine:
         manual: backward and optimizer steps of a :meth:`manual_step`.
         copies: returns the module copies that callbacks hold (EMA weights), which are partitioned with the module.
         known: returns the data loader's facts about the samples in the next batch.
+        settings: returns settings that ranks compare at each update, beside those of the optimizer.
         num_updates: number of steps of optimizers so far.
         outcome: errors that have ended a step, a backward or an update of this run.
     """
@@ -101,6 +102,7 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
+        self.settings: Callable[[], Mapping[str, object]] = dict
         self.num_updates = 0
         self.outcome = RunOutcome()
         self._kinds: set[str] = set()
@@ -337,17 +339,19 @@ class Engine:
         return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
-        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False
+        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, **about: Any
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
         """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
-        microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
+        microbatches, sizes = cut(self._parts, batch, kind, self.known, **about)
         step = self._in_precision(step)
         if self._parts.local_model is not None:
             self._parts.local_model.refuse_broken_update()
         self._prepare(kind, step, microbatches, loss_of)
         return step, microbatches, sizes
 
-    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
+    def eval_step(
+        self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False, inputs: Any = None
+    ) -> EvalStep:
         """Run forward of a batch.
 
         Args:
@@ -355,8 +359,9 @@ class Engine:
             batch: cut along dim 0 into microbatches.
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
+            inputs: what ranks compare instead of ``batch``, if the step has other inputs.
         """
-        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
+        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, inputs=inputs)
         with self.local_model.evaluating():
             run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
@@ -444,7 +449,8 @@ class Engine:
         Returns:
             Norm of all gradients before `sdp_gradient_clipping` has clipped them; ``None`` without that option.
         """
-        return None if self._parts.local_model is None else self._parts.local_model.begin_update(optimizer)
+        local_model = self._parts.local_model
+        return None if local_model is None else local_model.begin_update(optimizer, self.settings())
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Call after the step of ``optimizer``: its parameters are broadcast asynchronously. Collective."""

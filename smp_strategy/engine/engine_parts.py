@@ -1,8 +1,9 @@
 """The parts of an engine, which its reports and its saved state share with it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.same_inputs import NO_INPUTS, InputDigest, digest_of
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.dry_run import DryRunInput
 from smp_strategy.engine.hooks.views import Views
@@ -27,6 +29,10 @@ from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
 __all__ = ["EngineParts"]
+
+# On an accelerator reading values waits for all work: only the first steps of a kind and some later ones compare them.
+_FIRST: Final = 8
+_EVERY: Final = 64
 
 
 @final
@@ -81,6 +87,7 @@ class EngineParts:
         self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = 0
         self.has_counted = False
+        self._num_compared: Counter[str] = Counter()
         self.loss_weighting = LossWeighting(report, is_on=config.loss_weighting == "auto")
 
     @property
@@ -113,6 +120,14 @@ class EngineParts:
     def is_spread(self) -> bool:
         """Whether ranks lack values of the module."""
         return self.local_model is not None and self.local_model.whole_on != "all"
+
+    def digest_of(self, kind: str, inputs: Any) -> InputDigest:
+        """Digest of the inputs of a step of ``kind``, to be compared with those of this replica's other ranks."""
+        if self.mesh.pp * self.mesh.tp == 1:
+            return NO_INPUTS
+        self._num_compared[kind] += 1
+        number = self._num_compared[kind]
+        return digest_of(inputs, reads_device=number <= _FIRST or number % _EVERY == 0)
 
     def dry_run_input(self) -> DryRunInput:
         """Module and environment of dry runs."""

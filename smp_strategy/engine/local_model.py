@@ -7,7 +7,7 @@ all of this applies to the part (:mod:`smp_strategy.tensor_parallel`). The first
 the values of other ranks; it lives until the module is full again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -256,13 +256,18 @@ class LocalModel:
         with torch.no_grad():
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
-    def begin_update(self, optimizer: Optimizer) -> Tensor | None:
-        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
+    def begin_update(self, optimizer: Optimizer, settings: Mapping[str, object]) -> Tensor | None:
+        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`.
+
+        Args:
+            optimizer: As given there.
+            settings: Settings that ranks compare beside those of the optimizer.
+        """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         max_norm = self._config.sdp_gradient_clipping
         norm = None if max_norm is None else self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
-        self._settings.begin(optimizer)
+        self._settings.begin(optimizer, settings)
         self._state.begin_update(optimizer)
         self._wide.begin_update(parameters)
         if self.sharded is not None:
@@ -311,6 +316,7 @@ class LocalModel:
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm; see :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
+        self._settings.note("the largest norm of gradients, to which they are clipped", max_norm)
         norm = self.reduction.norm(parameters, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)

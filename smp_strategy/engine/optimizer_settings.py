@@ -1,8 +1,8 @@
-"""Settings of optimizers (learning rates, momenta, weight decay), compared among all ranks at each update.
+"""Settings of updates (learning rates, momenta, clipping, lengths of epochs), compared among all ranks at each update.
 
-Schedulers run on every rank. One that looks at a value of a rank's own samples (``ReduceLROnPlateau`` at a validation
-loss) sets learning rates apart. Replicas, shards and stages would be trained with different ones, and nothing else
-would notice.
+Schedulers and callbacks run on every rank. One that looks at a value of a rank's own samples (``ReduceLROnPlateau`` at
+a validation loss) sets learning rates apart. Replicas, shards and stages would be trained with different ones, and
+nothing else would notice.
 """
 
 import zlib
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.common_settings import differences
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.errors import SMPError
 
 __all__ = ["ComparedSettings"]
 
-Settings = Sequence[Mapping[str, object]]
-"""By parameter group."""
+Settings = Mapping[str, object]
+"""Plain values, by the words in which errors name them."""
 
 _PLAIN: Final = frozenset((bool, int, float, str, type(None)))
 _PARAMETERS: Final = frozenset(("params", "param_names"))
@@ -42,16 +43,26 @@ class ComparedSettings:
 
     def __init__(self) -> None:
         self._under_way: _Comparison | None = None
+        self._noted: dict[str, object] = {}
 
-    def begin(self, optimizer: Optimizer) -> None:
+    def note(self, name: str, value: object) -> None:
+        """Let the next update compare ``value`` as well; ``name`` is for errors."""
+        self._noted[name] = value
+
+    def begin(self, optimizer: Optimizer, others: Settings) -> None:
         """Begin to compare, at the beginning of an update. Collective.
 
         The result is looked at before the next update. Until then stages may be in different steps.
+
+        Args:
+            optimizer: Optimizer that makes the update.
+            others: Further settings.
         """
         self.check()
         if dist.get_world_size() == 1:
             return
-        settings = _settings_of(optimizer)
+        others, self._noted = {**others, **self._noted}, {}
+        settings = _settings_of(optimizer) | {name: _known(value) for name, value in others.items()}
         digest = zlib.crc32(repr(settings).encode())
         extremes = torch.tensor([digest, -digest], device="cpu")
         doing = "the settings of optimizers"
@@ -72,11 +83,13 @@ class ComparedSettings:
             raise SMPError(_difference(collectives.gather_objects(settings, "settings of optimizers that differ")))
 
 
-def _settings_of(optimizer: Optimizer) -> Settings:
-    return [
-        {name: _known(value) for name, value in group.items() if name not in _PARAMETERS}
-        for group in optimizer.param_groups
-    ]
+def _settings_of(optimizer: Optimizer) -> dict[str, object]:
+    return {
+        f"`{name}` of parameter group {number}": _known(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in _PARAMETERS
+    }
 
 
 def _known(value: Any) -> object:
@@ -94,17 +107,10 @@ def _known(value: Any) -> object:
 
 def _difference(everyones: Sequence[Settings]) -> str:
     """The first setting that differs, with its values."""
-    groups = [dict(enumerate(settings)) for settings in everyones]
-    number, name = next(
-        (number, name)
-        for number in sorted({number for each in groups for number in each})
-        for name in sorted({name for each in groups for name in each.get(number, {})})
-        if len({repr(each.get(number, {}).get(name)) for each in groups}) > 1
-    )
-    values = [f"{each.get(number, {}).get(name)!r} on rank {rank}" for rank, each in enumerate(groups)]
+    name, found = next(iter(differences(everyones).items()))
+    values = [f"{value!r} on rank {rank}" for rank, value in enumerate(found)]
     return (
-        f"The last update had other settings on some ranks: `{name}` of parameter group {number} is "
-        f"{', '.join(values)}. A scheduler that steps by a value of one rank's own samples, such as "
-        f"`ReduceLROnPlateau`, is the usual reason: average the value over all ranks before "
-        f"({door_words().average}). The weights are a mixture: load a checkpoint."
+        f"The last update had other settings on some ranks: {name} is {', '.join(values)}. A scheduler or callback "
+        "that goes by a value of one rank's own samples, such as `ReduceLROnPlateau`, is the usual reason: average the "
+        f"value over all ranks before ({door_words().average}). The weights are a mixture: load a checkpoint."
     )

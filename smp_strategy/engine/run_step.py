@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
+from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
 from smp_strategy.engine.startup_report import render_batch
@@ -30,7 +31,13 @@ EVALUATION = 1
 
 
 def cut(
-    parts: EngineParts, batch: Any, kind: str, known: Callable[[], BatchSource | None], *, is_joint: bool = False
+    parts: EngineParts,
+    batch: Any,
+    kind: str,
+    known: Callable[[], BatchSource | None],
+    *,
+    is_joint: bool = False,
+    inputs: Any = None,
 ) -> tuple[list[Any], tuple[int, ...]]:
     """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
 
@@ -41,16 +48,22 @@ def cut(
         known: Returns facts that the data loader knows about the samples.
         is_joint: Whether all these ranks have read this batch, whatever ``prescaled_batch`` says; else see
             :func:`~smp_strategy.tensor_parallel.joint_batch.join`.
+        inputs: Inputs of a step without a batch.
 
     Raises:
-        UnsupportedError: the batch cannot be cut, or batches of ranks do not fit together.
+        UnsupportedError: the batch cannot be cut, or batches of ranks do not fit together, or ranks of a replica have
+            different ones.
     """
-    group, config = parts.layout.group, parts.config
+    group, config, doing = parts.layout.group, parts.config, f"a step ({kind})"
+    own = group if not (is_joint or config.prescaled_batch) else None
+    digest = parts.digest_of(kind, batch if inputs is None else inputs)
     if group is not None:
-        group.begin(f"a step ({kind})")
+        group.begin(doing, digest if own is None else NO_INPUTS)
+    if parts.mesh.pp > 1:
+        compare_with_earlier(digest, doing, parts.mesh.pp_group)
     source = known()
-    if not (is_joint or config.prescaled_batch or group is None):
-        batch, source = join(batch, group, source)
+    if own is not None:
+        batch, source = join(batch, own, source)
     return split(batch, config.num_microbatches(parts.mesh.pp), source)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.submodules import SubmoduleCalls
 from smp_strategy.activations.unit_wrapper import UnitWrapper
+from smp_strategy.distributed.same_inputs import compare_with_earlier, digest_of
 from smp_strategy.errors import SMPError
 from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.model.patching import Patches
@@ -54,6 +55,7 @@ class UnitCalls:
         written_weights: Parameters that code above the units writes to in steps, as far as known.
         written_lately: Those that the last dry run has written to, by id.
         in_hook: Whether a hook of the user runs, in which weights are watched: units must not notice that.
+        program_of_hook: Interpreter of its code, which all stages run alike.
     """
 
     def __init__(self, mixed_precision: MixedPrecision | None = None) -> None:
@@ -63,6 +65,7 @@ class UnitCalls:
         self.mixed_precision = mixed_precision
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
+        self.program_of_hook: object = None
         self.written_weights: set[nn.Parameter] = set()
         self.written_lately: Mapping[int, nn.Parameter] = {}
         self._parts: SubmoduleCalls | None = None
@@ -187,11 +190,20 @@ class UnitCalls:
             callee = self._callees[unit.name]
             if self.in_hook:
                 callee = dataclasses.replace(callee, function=plainly, compiled=None)
+                self._compare_in_hook(unit.name, (args, kwargs))
             return self.runtime.call_unit(callee, args, kwargs)
 
         self._stand_ins.replace(unit.module, forward)
         self._units[unit.name] = unit.module
         hide_backward_hooks(unit.module)
+
+    def _compare_in_hook(self, name: str, inputs: Any) -> None:
+        """Compare ``inputs`` of a unit that code of a hook calls, which no batch has brought."""
+        assert self.runtime is not None
+        program, transport = self.runtime.current.interpreter, self.runtime.stage.transport
+        # Not in a step in a hook, nor inside of another unit.
+        if transport is not None and program is self.program_of_hook and not self.runtime.is_in_unit:
+            compare_with_earlier(digest_of(inputs), f"a call of `{name}` in a hook", transport.group)
 
     @property
     def _is_in_step(self) -> bool:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.handle import Handle
+from smp_strategy.distributed.same_inputs import NO_INPUTS, InputDigest, refused
 from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
@@ -67,9 +68,10 @@ class TensorGroup:
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
+        self._inputs = NO_INPUTS
         self._comparison: Handle[None] | None = None
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, inputs: InputDigest = NO_INPUTS) -> None:
         """Begin a step; on all ranks of the group.
 
         Ranks in other code would join the same sums, or others, by mistake. So ranks compare their positions before the
@@ -78,14 +80,15 @@ class TensorGroup:
 
         Args:
             what: Name of the step, to follow "waits for" in messages.
+            inputs: Digest of its inputs, if all ranks must have the same.
         """
         # See [Note: positions of a group's ranks].
         comparison, self._comparison = self._comparison, None
         if comparison is not None:  # unused, because the last step has sent nothing
             comparison.wait()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
-            self._comparison = collectives.compare_places(what, self._backend)
-        self._place, self._is_agreed = what, False
+            self._comparison = self._begin_comparison(what, inputs)
+        self._place, self._inputs, self._is_agreed = what, inputs, False
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:
@@ -131,11 +134,21 @@ class TensorGroup:
             ApartError: They are not.
         """
         self._is_agreed = not self._is_in_hook
-        if self._is_in_hook or self._comparison is None:
+        if self._is_in_hook:
             collectives.barrier(self._place, self._group)
             return
-        comparison, self._comparison = self._comparison, None
+        comparison, self._comparison = self._comparison or self._begin_comparison(self._place, self._inputs), None
         comparison.wait()
+
+    def _begin_comparison(self, what: str, inputs: InputDigest) -> Handle[None]:
+        ranks, here = dist.get_process_group_ranks(self._backend), self.rank
+
+        def check(found: list[list[int]]) -> None:
+            for rank, theirs in zip(ranks, found, strict=True):
+                if theirs != list(inputs):
+                    raise refused(what, (rank, ranks[here]), has_other_shapes=theirs[0] != inputs.shapes)
+
+        return collectives.compare_places(what, self._backend, inputs).then(check)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

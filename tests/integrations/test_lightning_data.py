@@ -9,7 +9,7 @@ import torch
 from lightning_toy import metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
-from smp_strategy.distributed.rng_sync import checksum
+from smp_strategy.distributed.same_inputs import digest_of
 
 
 def unseed():
@@ -190,5 +190,5 @@ def test_a_checksum_sees_values_shapes_and_labels():
         {**batch, "names": ["a", "c"]},
         {**batch, "x": torch.arange(6.0).flip(0)},
     ]
-    assert len({checksum(variant) for variant in variants}) == len(variants)
-    assert checksum(batch) == checksum({"x": torch.arange(6.0), "names": ["a", "b"]})
+    assert len({digest_of(variant, texts=True) for variant in variants}) == len(variants)
+    assert digest_of(batch) == digest_of({"x": torch.arange(6.0), "names": ["a", "b"]})

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import tomllib
@@ -45,6 +46,11 @@ def test_the_command_is_installed():
         (["export", "a", "b", "--max-shard-size", "0"], "no room"),
         (["export", "a", "b", "--hf", "c", "--form", "full"], "not allowed with"),
         (["import", "a", "b", "--form", "safetensors"], "invalid choice"),
+        (["inspect", ""], "the path is empty"),
+        (["verify", "a", ""], "the path is empty"),
+        (["export", "", "b"], "the path is empty"),
+        (["import", "a", ""], "the path is empty"),
+        (["explain", ""], "the path is empty"),
     ],
 )
 def test_mistakes_on_the_command_line_are_told(arguments, said, capsys):
@@ -59,6 +65,38 @@ def test_what_is_not_there_is_told(command, tmp_path, capsys):
     out = [] if command == "inspect" else [str(tmp_path / "out")]
     assert main([command, str(tmp_path / "none"), *out]) == 2
     assert capsys.readouterr().err == f"smp {command}: {tmp_path / 'none'} does not exist.\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "export", "import", "explain"])
+@pytest.mark.parametrize(("name", "said"), [("/dev/zero", "is a device"), ("fifo", "is a FIFO")])
+def test_what_is_no_file_is_refused_instead_of_read_for_ever(name, said, command, tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    out = [str(tmp_path / "out")] if command in ("export", "import") else []
+    assert main([command, str(tmp_path / name), *out]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".", "/", "folder"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folders_that_are_no_checkpoints_are_told_whatever_is_in_them(name, command, tmp_path, capsys, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    os.mkfifo("fifo")
+    assert main([command, name if name != "folder" else str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert "is no checkpoint" in captured.out + captured.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_names_that_are_no_utf_8_are_shown_escaped(command, tmp_path, capsys):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/x\xff.ckpt")
+    main([command, path])
+    Path(path).touch()
+    assert main([command, path]) == 2
+    captured = capsys.readouterr()
+    shown = captured.out + captured.err
+    assert "x\\udcff.ckpt does not exist" in shown
+    assert "x\\udcff.ckpt is empty" in shown
 
 
 @pytest.mark.parametrize(("name", "said"), [("float99", "no floating point type"), ("int8", "no floating point type")])

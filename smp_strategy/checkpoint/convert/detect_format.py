@@ -13,6 +13,7 @@ from smp_strategy.checkpoint.convert.weight_folders import open_state, open_weig
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
+from smp_strategy.config.special_file import special_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["located", "open_checkpoint"]
@@ -59,11 +60,13 @@ def located(path: Path) -> Path:
     """``path`` itself, or the newest checkpoint of a folder of tagged checkpoints.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: there is nothing, or no file or folder.
     """
     commit.recover(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
+    if kind := special_file(path):  # a read of it may never end
+        raise CheckpointError(f"{path} is {kind}, and not a checkpoint. Give a file or a folder.")
     return _newest(path) if path.is_dir() and kind_of(path) is CheckpointKind.TAGGED else path
 
 

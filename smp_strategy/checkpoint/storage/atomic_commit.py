@@ -158,6 +158,8 @@ def link(target: Path, place: Path) -> None:
 
 def recover(target: Path) -> None:
     """Put back the old ``target`` that a process had moved aside when it was killed. Any process may call this."""
+    if not target.name:  # the root, or this folder, which nothing replaces
+        return
     if (old := _replaced(target)) is None:
         return
     if not os.path.lexists(target):
@@ -296,7 +298,7 @@ def _mine(target: Path, what: str) -> Path:
 
 
 def _short(name: str) -> str:
-    encoded = name.encode()
+    encoded = os.fsencode(name)
     if len(encoded) <= _LONGEST_NAME:
         return name
     return encoded[: _LONGEST_NAME // 2].decode(errors="ignore") + "~" + hashlib.sha1(encoded).hexdigest()

@@ -222,6 +222,8 @@ def _matching(folder: Path, names: list[str]) -> Iterator[CheckpointKind]:
 
 
 def _kind_of_file(file: Path) -> CheckpointKind:
+    if special_file(file):  # a read of a FIFO waits for a writer
+        return CheckpointKind.OTHER
     with open(file, "rb") as opened:
         start = opened.read(1024)
         size = opened.seek(0, os.SEEK_END)

@@ -43,6 +43,7 @@ def _opened(parts: EngineParts) -> Iterator[Callable[[Any], Any]]:
     try:
         in_hook = nullcontext() if parts.layout.group is None else parts.layout.group.in_hook()
         with in_hook, parts.views.opened(parts.calls.runtime) as real:
+            parts.calls.program_of_hook = parts.calls.runtime.current.interpreter
             yield real
     finally:
-        parts.calls.in_hook = False
+        parts.calls.in_hook, parts.calls.program_of_hook = False, None

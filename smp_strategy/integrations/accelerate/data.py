@@ -119,6 +119,13 @@ class ActiveLoader:
                 "`drop_last=True` in the DataLoader."
             )
 
+    def num_batches(self) -> int | None:
+        """Length of the loader; ``None`` if there is none, or it does not know."""
+        try:
+            return None if self._state.active_dataloader is None else len(self._state.active_dataloader)
+        except TypeError:  # an iterable dataset
+            return None
+
     def last_read(self) -> BatchSource | None:
         """Origin of the batch that the script received last; ``None`` if unknown."""
         loader = self._state.active_dataloader

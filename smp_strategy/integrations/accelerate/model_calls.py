@@ -327,7 +327,11 @@ class ModelCalls:
         try:
             with self._inside() as around:
                 result = self._engine.eval_step(
-                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+                    lambda _: around(lambda: method(*args, **kwargs)),
+                    None,
+                    kind=f"{name} {number}",
+                    is_joint=True,
+                    inputs=(args, kwargs),
                 )
         except UnsupportedError as error:
             error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")

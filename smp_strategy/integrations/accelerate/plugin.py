@@ -26,11 +26,13 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
+from smp_strategy.distributed.common_settings import compare
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
+from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin
 from smp_strategy.integrations.accelerate.data import LoaderHooks
 from smp_strategy.integrations.accelerate.own_options import (
     LossInModel,
@@ -192,13 +194,17 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         timeout: timedelta | None = getattr(accelerator.init_handler, "timeout", None)
         ensure_group(accelerator.device, timeout)
         assert dist.is_initialized()
-        session = Session(self.config, accelerator.device, timeout=timeout)
-        taken_over(accelerator).begin(session, self)
+        trainer = None
         if "transformers.trainer" in sys.modules:  # which takes seconds to import; without it there is no Trainer
             from smp_strategy.integrations.accelerate.hf_trainer import adopt, trainer_above
 
-            if (trainer := trainer_above()) is not None:
-                adopt(trainer, session)
+            trainer = trainer_above()
+        settings = settings_of_plugin(self, accelerator.init_handler, getattr(trainer, "args", None))
+        compare(settings, "a comparison of the ranks' settings, when an Accelerator is made")
+        session = Session(self.config, accelerator.device, timeout=timeout)
+        taken_over(accelerator).begin(session, self)
+        if trainer is not None:
+            adopt(trainer, session)
 
 
 _BASE_NAMES = frozenset(field.name for field in dataclasses.fields(ParallelismConfig))

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.distributed.common_settings import compare
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
+from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
@@ -166,9 +168,14 @@ class TrainingHooks(HookBase):
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         engine = self.smp.begin_engine(config, left)
+        compare(settings_of_accelerator(self), "`accelerator.prepare`")
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
+        engine.settings = lambda: {
+            "`accelerator.gradient_accumulation_steps`": self.gradient_accumulation_steps,
+            "the number of batches of the data loader": loader.num_batches(),
+        }
         prediction = BackwardPrediction(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,

@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.rng_state import RngState, global_state, packed, set_global_state, unpacked
 from smp_strategy.distributed.rng_sync import BatchSource, LoaderState
 from smp_strategy.errors import CheckpointError
@@ -196,9 +198,16 @@ class LoaderPass:
         if found is _END:
             self._reading.arrived(found, None)
             self._is_over = True
+            self._tell()
             raise StopIteration
         self._num_given += 1
+        self._tell()
         return self._given(found)
+
+    def _tell(self) -> None:
+        """Let errors about ranks that wait for each other say where this rank is in its data."""
+        if dist.is_initialized():
+            watch_of().read = self._num_given, self._is_over
 
     def _given(self, found: Any) -> Any:
         """Record the number of samples of a batch, and return the batch."""

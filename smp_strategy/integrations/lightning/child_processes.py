@@ -8,6 +8,7 @@ Either thread ends its process if that is still waiting for something else.
 
 import atexit
 import gc
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from typing import Final, final
 
 import torch.distributed as dist
 
+from smp_strategy.distributed.deadlock import is_stopped
 from smp_strategy.distributed.failure import publish
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
@@ -31,6 +33,14 @@ GRACE_SECONDS: Final = 5.0
 # Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
+_GUESSES: Final[Mapping[int, str]] = {
+    signal.SIGKILL: ", as the system does when memory runs out (see `dmesg`)",
+    signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full",
+    signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
+    signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
+}
+STOPPED_SECONDS: Final = 60.0
+"""Time for which a rank may be stopped before all ranks have met."""
 
 
 @final
@@ -46,12 +56,14 @@ class Children:
         self._expected_to_end = threading.Event()
         self._ranks: list[int] = []
         self._farewell: int | None = None
+        self._stopped: dict[int, float] = {}
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
         """Start the process of ``rank``."""
         if self._farewell is None:
             # The byte is never read, only polled for, so that every child sees it.
             self._farewell, writing = os.pipe()
+            atexit.register(self._leave_together)
             atexit.register(os.write, writing, b"\0")
             is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
             if is_free and threading.current_thread() is threading.main_thread():
@@ -63,6 +75,28 @@ class Children:
     def watch(self) -> None:
         """Watch the children, in a daemon thread."""
         threading.Thread(target=self._watch, daemon=True, name="smp-child-watcher").start()
+
+    def lost(self) -> str:
+        """A sentence about a rank that has ended well, or is stopped, before all ranks have met; empty: there is none.
+
+        One that has failed is reported by the thread.
+        """
+        for rank, process in zip(self._ranks, self._processes, strict=True):
+            if process.poll() == 0:
+                return (
+                    f"Rank {rank} has ended with exit code 0, but the others wait for it to begin the run: all ranks "
+                    "run the same script, and must call the Trainer alike."
+                )
+            if is_stopped(process.pid):
+                if (since := self._stopped.setdefault(rank, time.monotonic())) + STOPPED_SECONDS < time.monotonic():
+                    return (
+                        f"Rank {rank} (process {process.pid}) has been stopped (by SIGSTOP or a debugger) for "
+                        f"{time.monotonic() - since:.0f} s, and the others wait for it to begin the run. Let it go on "
+                        "or end it, and start the run again."
+                    )
+            else:
+                self._stopped.pop(rank, None)
+        return ""
 
     def end(self, patience: float = GRACE_SECONDS) -> None:
         """Wait ``patience`` seconds for all children together, then kill the remaining ones."""
@@ -76,6 +110,22 @@ class Children:
                 # A process that waits inside a collective does not handle SIGTERM.
                 process.kill()
                 process.wait()
+
+    def _leave_together(self) -> None:
+        """At the end of this process: end with an error if a rank does that had one when nobody needed it any more.
+
+        A rank may fail in `teardown`, or in the rest of the script. Nobody learns of it but its parent, whose exit code
+        is that of the run.
+        """
+        if self._expected_to_end.is_set() or threading.current_thread() is not threading.main_thread():
+            return
+        deadline = time.monotonic() + GRACE_SECONDS
+        for rank, process in zip(self._ranks, self._processes, strict=True):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(deadline - time.monotonic(), 0))
+            if _has_failed(process):
+                logging.shutdown()
+                _leave(f"rank {rank} failed at the end of the run: {how_it_ended(process.pid, process.returncode)}", 1)
 
     def _end_all(self, number: int, frame: object) -> None:
         """Handle SIGTERM until Lightning does: pass it on to the children, then end this process."""
@@ -125,7 +175,7 @@ def how_it_ended(pid: int, code: int) -> str:
         return f"its process ({pid}) ended with exit code {code}."
     number = -code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    guess = ", as the system does when memory runs out (see `dmesg`)" if number == signal.SIGKILL else ""
+    guess = _GUESSES.get(number, "")
     return f"its process ({pid}) was killed by {name} (signal {number}){guess}."
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.common_settings import compare, shown
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks
 from smp_strategy.integrations.lightning.collectives import CommunicationHooks
 from smp_strategy.integrations.lightning.resume import ResumeHooks
+from smp_strategy.integrations.lightning.trainer_settings import settings_of_steps
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport
@@ -178,7 +180,9 @@ class DelegatingStrategy(Host):
     # Resumption
 
     def on_train_start(self) -> None:
-        """Continue with the data and the random numbers of an earlier run."""
+        """Compare how many batches the ranks have, and continue with the data and random numbers of an earlier run."""
+        settings = settings_of_steps(self._trainer_of_module())
+        compare({name: shown(value) for name, value in settings.items()}, "the beginning of training")
         self._resume.on_train_start()
 
     def on_train_end(self) -> None:

@@ -182,6 +182,10 @@ class SMPLauncherHooks(Host):
                 raise culprit from None  # the consequence on this rank would only hide the cause
             raise
 
+    def lost(self) -> str:
+        """A sentence about a rank that will not begin the run; empty: there is none."""
+        return self._children.lost()
+
     def end_children(self, patience: float = GRACE_SECONDS) -> None:
         """Wait ``patience`` seconds for the ranks that this process started, then end them."""
         self._children.end(patience)

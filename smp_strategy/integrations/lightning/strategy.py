@@ -34,10 +34,8 @@ from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
 from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
-from smp_strategy.distributed.door_words import OF_LIGHTNING, speak
-from smp_strategy.distributed.failure import begin_run, publish_own
+from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
@@ -48,7 +46,8 @@ from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.data import DataRngSync, following
 from smp_strategy.integrations.lightning.delegating_strategy import DelegatingStrategy
-from smp_strategy.integrations.lightning.environment import backend_for, devices_of_launcher, submitit_environment
+from smp_strategy.integrations.lightning.environment import devices_of_launcher, submitit_environment
+from smp_strategy.integrations.lightning.joining import join_group, meet_first
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
@@ -61,6 +60,7 @@ from smp_strategy.integrations.lightning.precision_plugin import (
 )
 from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
+from smp_strategy.integrations.lightning.trainer_settings import settings_of_run, settings_of_steps
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
@@ -111,7 +111,7 @@ class StrategyHooks(DelegatingStrategy):
         )
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
-        self._timeout = as_timeout(timeout)
+        self.timeout = as_timeout(timeout)
         self._data_stream: DataRngSync | None = None
         self._manual: ManualOptimization | None = None
         self._stop_signal: StopSignal | None = None
@@ -194,23 +194,19 @@ class StrategyHooks(DelegatingStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group."""
+        module = self.lightning_module
+        assert module is not None
+        settings = settings_of_run(module.trainer, self.tree)
+        store = meet_first(module.trainer, settings)
         super().setup_environment()
         self.set_world_ranks()
         # No second seeding, unlike Lightning's own strategies: a single process does not seed twice, and its data order
         # is promised. See [Note: data stream].
-        distributed = self.tree.fabric("utilities.distributed")
-        backend = self.process_group_backend or backend_for(self.parallel_devices or [])
-        options = {} if self._timeout is None else {"timeout": self._timeout}
         if is_host(self.root_device):
             keep_freed_memory()
-        distributed._init_dist_connection(self.cluster_environment, backend, **options)
-        carry_host_tensors(self.root_device.type)
-        begin_run()
-        speak(OF_LIGHTNING)
+        join_group(self, settings, store)
         self._has_failed = False
         self._checkpoints.begin_processes()
-        module = self.lightning_module
-        assert module is not None
         self._take_up(module, module.trainer)
 
     def _take_up(self, module: Any, trainer: Any) -> None:
@@ -218,7 +214,7 @@ class StrategyHooks(DelegatingStrategy):
         trains = self._is_fitting(trainer)
         # Callbacks that copy the module in `setup` need an ordinary one.
         copied = trains and any(copies_module(callback) for callback in trainer.callbacks)
-        engine = None if copied else engine_left(module, self.config, self.root_device, self._timeout, trains=trains)
+        engine = None if copied else engine_left(module, self.config, self.root_device, self.timeout, trains=trains)
         if engine is None:
             restore_left(module)
             return
@@ -264,6 +260,7 @@ class StrategyHooks(DelegatingStrategy):
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.known = lambda: self._read
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._engine.settings = lambda: settings_of_steps(trainer)
         self._checkpoints.begin_run(trainer, self._patches)
         self._install_patches(trainer, module, is_manual=fitting and not module.automatic_optimization)
         signal = StopSignal.of(trainer, self.tree)
@@ -328,9 +325,7 @@ class StrategyHooks(DelegatingStrategy):
             return self._engine
         tell = self.tree.pytorch("utilities.rank_zero").rank_zero_info
         # A progress bar may stand on the current line.
-        return Engine(
-            self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device, timeout=self._timeout
-        )
+        return Engine(self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device, timeout=self.timeout)
 
     @property
     def precision_plugin(self) -> Any:

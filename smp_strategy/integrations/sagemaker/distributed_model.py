@@ -163,7 +163,9 @@ class DistributedModel(LocalParts):
             raise UnsupportedError(_OUTSIDE)
         if not self._engine.is_spread:
             return self.module(*args, **kwargs)
-        step = self._engine.eval_step(lambda _: self.module(*args, **kwargs), None, kind="outside", is_joint=True)
+        step = self._engine.eval_step(
+            lambda _: self.module(*args, **kwargs), None, kind="outside", is_joint=True, inputs=(args, kwargs)
+        )
         return step.outputs[0]
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
+from smp_strategy.distributed.common_settings import compare, of_options, of_process, shown
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
@@ -53,6 +55,9 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     given = read_sagemaker(config, launched=given_parameters(os.environ), world_size=dist.get_world_size())
     begin_run()
     speak(OF_SAGEMAKER)
+    parameters = {f"the parameter `{name}`": shown(value) for name, value in given.parameters.items()}
+    options = of_options(SMPConfig.from_sagemaker_options(given.options), "the option `{}`")
+    compare({**parameters, **options, **of_process()}, "`smp.init`")
     run = RunState(given, device)
     begin_current(run)
     run.at_end += [GlobalClipping().remove, refuse_unwrapped(run)]

@@ -6,21 +6,18 @@ stage other samples, without any error. So ranks compare what they have read. If
 inputs to the others from then on, as if it ran the function alone.
 """
 
-import zlib
 from typing import Any, Final, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.same_inputs import digest_of
 from smp_strategy.integrations.sagemaker.run_state import RunState
 
 __all__ = ["SameBatches"]
 
 _DOING: Final = "a step with `@smp.step`"
-# Elements of a tensor that are compared.
-_MOST: Final = 4096
 # On an accelerator, reading values waits for all work, so that only the first calls and some later ones compare.
 _FIRST, _EVERY = 8, 64
 _NOTE: Final = (
@@ -53,7 +50,7 @@ class SameBatches:
             return batch
         self._num_calls += 1
         if not self._sends and self._compares(batch):
-            digests = collectives.gather_numbers(_digest(batch), _DOING, self._group)
+            digests = collectives.gather_numbers(digest_of(batch).number, _DOING, self._group)
             if len(set(digests)) > 1:
                 self._sends = True
                 self._run.note(_NOTE)
@@ -72,17 +69,3 @@ class SameBatches:
             name: found[name].to(device if value.device.type != "cpu" else "cpu") if name in found else value
             for name, value in batch.items()
         }
-
-
-def _digest(batch: dict[str, Any]) -> int:
-    """Number that tells batches apart."""
-    found = 0
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            continue
-        found = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), found)
-        if value.layout == torch.strided and not value.is_nested and value.numel():
-            flat = value.detach().flatten()
-            some = flat[:: max(len(flat) // _MOST, 1)].cpu().contiguous()
-            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
-    return found

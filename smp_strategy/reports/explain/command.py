@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+from smp_strategy.config.special_file import special_file
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.explanation import Explanation
@@ -12,6 +13,8 @@ __all__ = ["run"]
 
 def run(given: Namespace) -> int:
     """Print the explanation, or write it to a file in the form that its ending asks for; returns the exit status."""
+    if kind := special_file(given.partition):  # a read of it may never end
+        raise ConfigError(f"{given.partition} is {kind}, and not a partition. Give a file.")
     try:
         text = Path(given.partition).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from smp_strategy.distributed.failure import blame, first_failure, publish, publish_own, raise_lost
+from smp_strategy.distributed.failure import blame, first_failure, publish, publish_own, raise_lost, shortened
 from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.testing import run_ranks
 
@@ -145,3 +145,10 @@ def test_an_error_of_this_package_is_raised_as_it_is():
     with pytest.raises(UnsupportedError) as caught:
         raise_lost(error, 3, "sending a tensor to")
     assert caught.value is error
+
+
+def test_a_very_long_message_is_told_to_others_without_its_middle():
+    assert shortened("short") == "short"
+    told = shortened("a" + "x" * 2_000_000 + "z")
+    assert len(told) < 2100
+    assert (told[0], told[-1]) == ("a", "z")

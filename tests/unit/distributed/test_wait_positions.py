@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock
+from smp_strategy.distributed.door_words import OF_LIGHTNING
+from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
 
 WORLD = (0, 1, 2)
 
@@ -119,3 +120,22 @@ def test_nobody_is_stuck_who_waits_for_ranks_at_work_only(positions):
     for rank, each in positions.items():
         if any(all(need.rank not in positions for need in needs) for needs in each.needs):
             assert not is_deadlock(rank, positions)
+
+
+def test_ranks_whose_data_loaders_have_given_fewer_batches_are_named():
+    ended = position(doing="the end")._replace(read=(14, True))
+    going = position(doing="a step")._replace(read=(15, False))
+    text = story({0: going, 1: ended}, OF_LIGHTNING)
+    assert "rank 0: for a step; ; its data loader has given 15 batches\n" in text
+    assert "rank 1: for the end; ; its data loader has given 14 batches, and has no more\n" in text
+    assert "Data loaders have given fewer batches on some ranks" in text
+
+
+def test_data_loaders_that_are_alike_are_no_subject():
+    each = position(doing="a step")._replace(read=(14, True))
+    assert "data loader" not in story({0: each, 1: each}, OF_LIGHTNING)
+
+
+def test_a_position_is_read_as_it_was_written():
+    each = message((1, 7), sent=[("from 1", 7)])._replace(read=(3, True))
+    assert Position.decode(each.encode()) == each

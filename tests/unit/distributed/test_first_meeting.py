@@ -1,0 +1,70 @@
+"""Ranks that meet before their process group exists; here they are threads."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from smp_strategy.distributed import first_meeting
+from smp_strategy.distributed.first_meeting import FirstMeeting
+from smp_strategy.errors import ConfigError, PeerFailedError
+from smp_strategy.testing import free_port
+
+
+def meet(settings, *, timeout=30.0, counts=None, lost=str):
+    """What each rank gets: a store, or an error. A rank whose settings are ``None`` does not come."""
+    address, found = ("127.0.0.1", free_port()), [None] * len(settings)
+
+    def come(rank):
+        num_ranks = len(settings) if counts is None else counts[rank]
+        meeting = FirstMeeting(address, rank, num_ranks, timeout=timedelta(seconds=timeout), lost=lost)
+        try:
+            found[rank] = meeting.compare(settings[rank])
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank, each in enumerate(settings) if each is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_with_the_same_settings_get_one_store():
+    first, second = meet([{"a": "1"}, {"a": "1"}])
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_all_ranks_learn_which_settings_differ():
+    for error in meet([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}, {"a": "1", "b": "2"}]):
+        assert isinstance(error, ConfigError)
+        assert "b: 2 on ranks 0, 2, 3 on rank 1" in str(error)
+
+
+def test_ranks_that_count_other_ranks_are_told_so():
+    for error in meet([{}, {}], counts=[2, 4]):
+        assert "the number of ranks: 2 on rank 0, 4 on rank 1" in str(error)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    error, _ = meet([{}, None], lost=lambda: "Rank 1 has ended.")
+    assert isinstance(error, PeerFailedError)
+    assert str(error) == "Rank 1 has ended."
+
+
+def test_a_rank_that_does_not_come_is_named_and_given_up_at_last(caplog, monkeypatch):
+    monkeypatch.setattr(first_meeting, "SILENCE_SECONDS", 0.5)
+    error, _ = meet([{}, None], timeout=1.5)
+    assert isinstance(error, PeerFailedError)
+    assert "for all 2 ranks to begin the run together. Missing: rank 1." in str(error)
+    assert "It is waited for until the `timeout`" in caplog.text
+
+
+@pytest.mark.parametrize("attempts", [2])
+def test_a_store_that_outlives_a_group_serves_another(attempts):
+    address = ("127.0.0.1", free_port())
+    kept = [FirstMeeting(address, 0, 1).compare({"a": str(number)}) for number in range(attempts)]
+    kept[0].set("key", "value")
+    assert not kept[1].check(["key"])
