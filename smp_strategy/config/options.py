@@ -55,6 +55,9 @@ class PipelineOptions:
     (SageMaker's default) if parameters or optimizer state are sharded."""
     microbatches: int | None = None
     """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
+    evaluation_microbatches: int = 1
+    """Microbatches of a step without gradients: 1 for metrics of the whole batch; more overlap stages and save memory.
+    SageMaker's steps return one result for each of ``microbatches``, and stay so."""
     active_microbatches: int | None = None
     """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
     (``interleaved``: number of stages + 2)."""
@@ -69,8 +72,7 @@ class PipelineOptions:
     letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
     loss_weighting: LossWeighting = "auto"
     """Weights of the microbatches' losses. ``auto``: those with which the loss is that of the whole batch, also where
-    a mean is over different numbers of elements (ignored labels, class weights, masks). ``samples``: numbers of
-    samples, as under gradient accumulation. SageMaker has no such option."""
+    means are over different numbers of elements. ``samples``: numbers of samples, as under gradient accumulation."""
     stage_transport: StageTransport = "auto"
     """Path of large tensors between stages. ``auto``: the best one that has worked in a trial, for tensors of CUDA
     devices in the order ``cuda_ipc`` (memory of the device), ``shared_memory``, ``nccl``, ``gloo`` (sockets), else
@@ -78,7 +80,7 @@ class PipelineOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
-        found += at_least_one(self, "virtual_pipeline_degree")
+        found += at_least_one(self, "virtual_pipeline_degree", "evaluation_microbatches")
         if self.microbatches is not None and self.microbatches > MOST_MICROBATCHES:
             found.append(
                 f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
@@ -487,9 +489,7 @@ def group_size(strategy: str) -> int | None:
 
 def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:
     """The given limits: none, one for all stages, or one for each."""
-    if limit is None:
-        return ()
-    return limit if isinstance(limit, tuple) else (limit,)
+    return () if limit is None else limit if isinstance(limit, tuple) else (limit,)
 
 
 def _bytes(limit: int | str) -> int:

@@ -13,6 +13,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +45,7 @@ from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
-from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
+from smp_strategy.engine.run_step import begin, cut, evaluation_job, run_step, training_job, warn_of_fewer
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.job import Job, Step, StepRun
@@ -268,19 +269,19 @@ class Engine:
 
     # The first step
 
-    def _prepare(self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: LossOf | None = None) -> None:
+    def _prepare(self, first: FirstStep) -> None:
         """Prepare a step: partition the module if it is whole, and trace each new kind of step."""
         assert self._parts.module is not None
+        kind = first.kind
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
         if kind in ("train", "manual"):
             refuse_trained(self._without_masters, self.config)
             if is_new:
                 new_step_kinds.refuse_rescaled(self._parts)
-                warn_of_fewer(self.config, len(microbatches))
+                warn_of_fewer(self.config, len(first.microbatches))
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
-        first = FirstStep(kind, step, microbatches, loss_of)
         if self.partition is None:
             lay_out(self._parts)
         if self._calls.runtime is None:
@@ -297,9 +298,11 @@ class Engine:
 
         Before the first step, the trace of this run decides the partition.
         """
-        first = FirstStep("train", self._in_precision(step), cut(self._parts, batch, "look", self.known)[0], loss_of)
+        cut_batch = functools.partial(cut, self._parts, batch, "look", self.known)
+        microbatches, sizes = cut_batch()
+        first = FirstStep("train", self._in_precision(step), microbatches, loss_of, sizes, cut=cut_batch)
         if self._calls.runtime is None:
-            self._prepare(*first)
+            self._prepare(first)
         else:
             new_step_kinds.look(self._parts, first)
 
@@ -337,26 +340,35 @@ class Engine:
         return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
-        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, is_joint: bool = False
+        self,
+        kind: str,
+        step: Step,
+        batch: Any,
+        loss_of: LossOf | None = None,
+        *,
+        is_joint: bool = False,
+        num: int | None = None,
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
-        """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
-        microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
+        """Prepare a step; returns ``step`` in its precision, the microbatches (``num`` of them) and their sizes."""
+        cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, is_joint=is_joint)
         step = self._in_precision(step)
-        if self._parts.local_model is not None:
-            self._parts.local_model.refuse_broken_update()
-        self._prepare(kind, step, microbatches, loss_of)
-        return step, microbatches, sizes
+        first = FirstStep(kind, step, [], loss_of, takes_turns=num != 1, cut=cut_batch)
+        return step, *begin(self._parts, first, num, self._prepare)
 
-    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
-        """Run forward of a batch.
+    def eval_step(
+        self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False, as_in_training: bool = False
+    ) -> EvalStep:
+        """Run forward of a batch, in ``evaluation_microbatches`` microbatches.
 
         Args:
             step: the user's code for one microbatch.
             batch: cut along dim 0 into microbatches.
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
+            as_in_training: as many microbatches as in training.
         """
-        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint)
+        num = None if as_in_training else self.config.evaluation_microbatches
+        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, num=num)
         with self.local_model.evaluating():
             run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)

@@ -15,6 +15,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
@@ -23,14 +24,20 @@ from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.tensor_parallel.joint_batch import join
 
-__all__ = ["cut", "evaluation_job", "run_step", "training_job", "warn_of_fewer"]
+__all__ = ["begin", "cut", "evaluation_job", "run_step", "training_job", "warn_of_fewer"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION = 1
 
 
 def cut(
-    parts: EngineParts, batch: Any, kind: str, known: Callable[[], BatchSource | None], *, is_joint: bool = False
+    parts: EngineParts,
+    batch: Any,
+    kind: str,
+    known: Callable[[], BatchSource | None],
+    *,
+    is_joint: bool = False,
+    num: int | None = None,
 ) -> tuple[list[Any], tuple[int, ...]]:
     """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
 
@@ -41,6 +48,7 @@ def cut(
         known: Returns facts that the data loader knows about the samples.
         is_joint: Whether all these ranks have read this batch, whatever ``prescaled_batch`` says; else see
             :func:`~smp_strategy.tensor_parallel.joint_batch.join`.
+        num: Number of microbatches; ``None``: that of training.
 
     Raises:
         UnsupportedError: the batch cannot be cut, or batches of ranks do not fit together.
@@ -51,7 +59,33 @@ def cut(
     source = known()
     if not (is_joint or config.prescaled_batch or group is None):
         batch, source = join(batch, group, source)
-    return split(batch, config.num_microbatches(parts.mesh.pp), source)
+    return split(batch, config.num_microbatches(parts.mesh.pp) if num is None else num, source)
+
+
+def begin(
+    parts: EngineParts, first: FirstStep, num: int | None, prepare: Callable[[FirstStep], None]
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Cut the batch of a step and prepare the step. Collective.
+
+    Args:
+        parts: Parts of the engine.
+        first: The step, without microbatches.
+        num: Number of microbatches; ``None``: that of training.
+        prepare: Prepares the step.
+
+    Returns:
+        Its microbatches, and their sizes.
+    """
+    assert first.cut is not None
+    # The partition is made for training, so the first step is looked at with a microbatch of that.
+    was_decided, before = parts.partition is not None, parts.config
+    microbatches, sizes = first.cut(num=num if was_decided else None)
+    if parts.local_model is not None:
+        parts.local_model.refuse_broken_update()
+    prepare(first._replace(microbatches=microbatches, sizes=sizes))
+    if parts.config is before and (was_decided or num is None):
+        return microbatches, sizes
+    return first.cut(num=num)
 
 
 def warn_of_fewer(config: SMPConfig, num_run: int) -> None:
