@@ -374,24 +374,14 @@ class Engine:
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
-        """Run a step that calls backward and optimizers itself, through :attr:`manual`.
-
-        Args:
-            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
-            batch: cut along dim 0 into microbatches.
-        """
+        """Run a step that calls backward and optimizers itself, through :attr:`manual`; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
         with self._stepping():
             run = self.manual.run(training_job(self._parts, "manual", step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
-        """Run forward of a batch whose loss the caller computes from the result of ``step``.
-
-        Args:
-            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
-            batch: cut along dim 0 into microbatches.
-        """
+        """Run forward of a batch whose loss the caller computes from the result of ``step``; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
         job = training_job(self._parts, "manual", step, microbatches, sizes)
         with self._stepping():

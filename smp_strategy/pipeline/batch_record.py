@@ -94,7 +94,9 @@ class BatchRecord(TorchFunctionMode):
         used = self._given[0] if copied is None else dict(_leaves(copied, ()))
         for path, leaf in self._given[0].items():
             self._entries.append(_BatchStep(path))
-            self._remember(used[path], len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf))
+            self._remember(
+                used[path], len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf)
+            )
 
     def _facts_of_leaf(self, path: tuple[Any, ...], leaf: Any) -> Facts:
         if not isinstance(leaf, (Tensor, np.ndarray)) or getattr(leaf, "is_nested", False) or leaf.ndim == 0:

@@ -52,7 +52,19 @@ _ADDITIONS = frozenset(
     {
         *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "where", "masked_fill", "dropout", "add_"),
         *("sub_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__neg__", "masked_fill_"),
-        *("to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "detach", "nan_to_num"),
+        *(
+            "to",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "type",
+            "type_as",
+            "clone",
+            "contiguous",
+            "detach",
+            "nan_to_num",
+        ),
         *("requires_grad_", "cpu", "cuda", "tril", "triu", "real", "conj", "resolve_conj", "data"),
     }
 )
@@ -66,10 +78,14 @@ _PIECES = ("chunk", "split", "tensor_split", "split_with_sizes", "narrow", "inde
 _WITH_ADDEND = ("addmm", "baddbmm", "addmv")
 _MATRICES = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "linear", "mv", "dot", "inner", "einsum"})
 _MATRICES |= {*_WITH_ADDEND}
-_DIMS_STAY = ("embedding", "one_hot", "pad", "interpolate", "layer_norm", "group_norm", "pixel_shuffle")
-_DIMS_STAY += tuple(f"{kind}{num}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for num in (1, 2, 3))
-_DIMS_STAY += tuple(f"adaptive_{kind}_pool{num}d" for kind in ("max", "avg") for num in (1, 2, 3))
-_VIEWS = frozenset({*_SAME, *_SWAPS, *_EXPANDS, *_PIECES, "unsqueeze", "permute", "movedim", "moveaxis", "masked_select"})
+_OF_IMAGES = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
+_DIMS_STAY = (
+    *("embedding", "one_hot", "pad", "interpolate", "layer_norm", "group_norm", "pixel_shuffle"),
+    *(f"{kind}{num}d" for kind in _OF_IMAGES for num in (1, 2, 3)),
+)
+_VIEWS = frozenset(
+    {*_SAME, *_SWAPS, *_EXPANDS, *_PIECES, "unsqueeze", "permute", "movedim", "moveaxis", "masked_select"}
+)
 _VIEWS |= {"select", "unbind", "__iter__", "__getitem__", "repeat_interleave", "cat", "concat", "concatenate", "stack"}
 _DIAGONALS = frozenset({"diag", "diagonal", "trace"})
 _LINEAR = _ADDITIONS | _SUMS | _VIEWS | _DIAGONALS
@@ -82,7 +98,7 @@ _ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
     **{"normalize": (2, 1), "cosine_similarity": (2, 1), "gumbel_softmax": (4, -1)},
 }
-_OF_ALL = frozenset({"pdist", "corrcoef", "cov", "matrix_norm", "linalg_matrix_norm", "svd", "linalg_svd", "linalg_det"})
+_OF_ALL = frozenset({"pdist", "corrcoef", "cov", "matrix_norm", "linalg_matrix_norm", "svd", "linalg_svd"})
 
 
 def spread_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor, of: Of) -> Spread | None:
@@ -142,41 +158,40 @@ def _refuse_mixed(
         raise Mixing("computes with all samples of its argument at once")
     if name in _ALONG:
         for each, spread in training:
-            if spread.dims & frozenset(_dims_along(name, args, kwargs, each)):
+            if spread.dims & _dims_along(name, args, kwargs, each):
                 raise Mixing("looks along the samples")
     if name in _SUMS and any(spread.mixed == "pairs" for spread in mixed):
         source, spread = training[0]
         if spread.dims & _dims_of_sum(args, kwargs, source):
             raise Mixing("adds up pairs of samples", spread.origin)
         return
-    if not mixed or name in _LINEAR or not _is_known(name):
+    if not mixed or _is_linear(name, args, len(training), of):
         return
-    if name in _PRODUCTS or name in _MATRICES:
-        if len(training) < 2:
-            return
-    elif name in _QUOTIENTS:
-        below = of(args[1]) if len(args) > 1 else None
-        if below is None or not below.trains:
-            return
     pairs = next((spread for spread in mixed if spread.mixed == "pairs"), None)
     if pairs is not None:
         raise Mixing("computes with pairs of samples", pairs.origin)
-    raise Mixing("computes with a sum or mean over the samples, and is not linear")
+    raise Mixing("is not linear, and computes with a sum or mean over the samples")
 
 
-def _is_known(name: str) -> bool:
-    return any(hasattr(space, name) for space in (torch, Tensor, F, torch.linalg))
+def _is_linear(name: str, args: Sequence[Any], num_training: int, of: Of) -> bool:
+    """Whether an operation is linear in its mixed arguments, or not known."""
+    if name in _PRODUCTS or name in _MATRICES:
+        return num_training < 2
+    if name in _QUOTIENTS:
+        below = of(args[1]) if len(args) > 1 else None
+        return below is None or not below.trains
+    return name in _LINEAR or not any(hasattr(space, name) for space in (torch, Tensor, F, torch.linalg))
 
 
-def _dims_along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> set[int]:
+def _dims_along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> frozenset[int]:
     place, default = _ALONG[name]
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
-        return set()
+        return frozenset()
     dims = kwargs.get("dim", args[place] if len(args) > place else default)
     if isinstance(dims, bool) or dims is None:
-        return set() if name in ("softmax", "log_softmax") else set(range(source.ndim))
+        return frozenset(() if name in ("softmax", "log_softmax") else range(source.ndim))
     given = [dims] if isinstance(dims, int) else list(dims)
-    return {each % source.ndim for each in given if isinstance(each, int) and source.ndim}
+    return frozenset(each % source.ndim for each in given if isinstance(each, int) and source.ndim)
 
 
 def _dims_of_sum(args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> frozenset[int]:
@@ -213,7 +228,7 @@ def _summed(name: str, args: Any, kwargs: Any, made: Tensor, of: Of) -> Spread |
     assert spread is not None
     if name == "cumsum" or made.shape == source.shape:
         return spread
-    reduced = _dims_of_sum(args, kwargs, source) if name in _SUMS else frozenset(_dims_along(name, args, kwargs, source))
+    reduced = _dims_of_sum(args, kwargs, source) if name in _SUMS else _dims_along(name, args, kwargs, source)
     is_kept = made.ndim == source.ndim
     dims = {dim if is_kept else dim - sum(each < dim for each in reduced) for dim in spread.dims - reduced}
     return Spread(frozenset(dims), mixed="sum" if spread.dims & reduced else "")
