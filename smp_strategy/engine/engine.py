@@ -45,7 +45,15 @@ from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
-from smp_strategy.engine.run_step import begin, cut, evaluation_job, run_step, training_job, warn_of_fewer
+from smp_strategy.engine.run_step import (
+    begin,
+    cut,
+    evaluation_job,
+    memory_explained,
+    run_step,
+    training_job,
+    warn_of_fewer,
+)
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.job import Job, Step, StepRun
@@ -71,6 +79,7 @@ class Engine:
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: device of this rank.
         timeout: longest wait for another rank; ``None``: that of the backend.
+        chose_microbatches: whether it is the door that has set ``microbatches``.
 
     Attributes:
         config, timeout: as given.
@@ -91,10 +100,12 @@ class Engine:
         report: Callable[[str], None] = lambda text: None,
         device: torch.device | None = None,
         timeout: timedelta | None = None,
+        chose_microbatches: bool = False,
     ) -> None:
         self.config, self.timeout = config, timeout
         self.device = chosen(device)
         self._parts = EngineParts(config, self.device, timeout, report)
+        self._parts.chose_microbatches |= chose_microbatches
         self._calls = self._parts.calls
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)
@@ -279,7 +290,7 @@ class Engine:
             refuse_trained(self._without_masters, self.config)
             if is_new:
                 new_step_kinds.refuse_rescaled(self._parts)
-                warn_of_fewer(self.config, len(first.microbatches))
+                warn_of_fewer(self._parts.config, len(first.microbatches))
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
         if self.partition is None:
@@ -340,17 +351,10 @@ class Engine:
         return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
-        self,
-        kind: str,
-        step: Step,
-        batch: Any,
-        loss_of: LossOf | None = None,
-        *,
-        is_joint: bool = False,
-        num: int | None = None,
+        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, num: int | None = None, **how: bool
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
         """Prepare a step; returns ``step`` in its precision, the microbatches (``num`` of them) and their sizes."""
-        cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, is_joint=is_joint)
+        cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, **how)
         step = self._in_precision(step)
         first = FirstStep(kind, step, [], loss_of, takes_turns=num != 1, cut=cut_batch)
         return step, *begin(self._parts, first, num, self._prepare)
@@ -369,7 +373,7 @@ class Engine:
         """
         num = None if as_in_training else self.config.evaluation_microbatches
         step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, num=num)
-        with self.local_model.evaluating():
+        with self.local_model.evaluating(), memory_explained(len(sizes)):
             run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -467,10 +471,7 @@ class Engine:
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on every rank.
 
-        Args:
-            parameters: the same list on every rank, as an optimizer has it.
-            max_norm: largest norm that is not scaled.
-            norm_type: order of the norm.
+        ``parameters`` is the same list on every rank, as an optimizer has it.
         """
         with self.views.put_aside():
             return self.local_model.clip_grad_norm_(list(parameters), max_norm, norm_type)

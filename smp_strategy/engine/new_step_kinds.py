@@ -60,13 +60,13 @@ class FirstStep(NamedTuple):
         Returns:
             The step with its whole batch, if that is what runs from now on. Collective, if it may be.
         """
-        is_free = parts.config.microbatches is None and self.cut is not None
+        is_free = parts.chose_microbatches and self.cut is not None
         if is_free:
             operation = collectives.gather_objects(operation, "a look at the loss")[0]
-        if not operation:
-            return None
-        parts.report(note_on_comparison(operation, self.sizes, takes_whole=is_free))
-        if not is_free:
+        if operation and not parts.has_told_of_comparison:
+            parts.has_told_of_comparison = True
+            parts.report(note_on_comparison(operation, self.sizes, takes_whole=is_free))
+        if not operation or not is_free:
             return None
         assert self.cut is not None
         parts.config = replace(parts.config, microbatches=1)

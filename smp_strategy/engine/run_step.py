@@ -5,10 +5,12 @@ After the step the plan cache learns its path for the next one.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
@@ -24,7 +26,7 @@ from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.tensor_parallel.joint_batch import join
 
-__all__ = ["begin", "cut", "evaluation_job", "run_step", "training_job", "warn_of_fewer"]
+__all__ = ["begin", "cut", "evaluation_job", "memory_explained", "run_step", "training_job", "warn_of_fewer"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION = 1
@@ -136,6 +138,20 @@ def training_job(
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
     terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
     return Job(step=step, seed=seed, loss_of=loss_of, weights=weights, loss_weights=terms)
+
+
+@contextmanager
+def memory_explained(num_microbatches: int) -> Iterator[None]:
+    """Context of an evaluation: if the device has too little memory for a whole batch, the error says what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if num_microbatches == 1:
+            error.add_note(
+                "Steps without gradients get whole batches. `evaluation_microbatches` cuts them, as `microbatches` "
+                "does in training."
+            )
+        raise
 
 
 def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:
