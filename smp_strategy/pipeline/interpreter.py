@@ -75,7 +75,6 @@ class MicrobatchInterpreter:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
         terms: terms of the loss that get weights, or what watches a dry run; ``None``: there is nothing of that.
-        dry_losses: tensors from which a dry run would begin backward.
     """
 
     def __init__(
@@ -96,16 +95,14 @@ class MicrobatchInterpreter:
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.is_survey = stage.is_dry
-        self.closed = False
+        self.closed = self.is_predicting = False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
-        self.is_predicting = False
         # The running autograd Function of the glue.
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
         self.terms: ProgramTerms | SampleWatch | None = None
-        self.dry_losses: list[Any] = []
         self._current = current or CurrentProgram()
         self._stage = stage.number
         self._shape_inference = stage.shape_inference

@@ -50,8 +50,6 @@ class Interpreter(Protocol):
     """Name of the running autograd Function of the glue; empty without one."""
     asked: ActivationPolicy | None
     """Policy of the innermost open checkpoint of the glue, for units whose own recomputes nothing."""
-    dry_losses: list[Any]
-    """Tensors from which a dry run would begin backward."""
     cached: CachedWeights
     """Parametrized weights that are kept for the microbatch."""
 

@@ -81,6 +81,7 @@ def survey(
     """
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
     program.terms = watch
+    runtime.barriers.dry_values.clear()
     with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.open():
         output = up_to_date(step(microbatch))
         if runtime.told is not None:
@@ -88,7 +89,7 @@ def survey(
     program.close()
     trace = trace_of(program, loss_of(output) if loss_of else None)
     if watch is not None:
-        watch.end(trace, program.dry_losses)
+        watch.end(trace, runtime.barriers.dry_values)
     return trace
 
 
