@@ -53,6 +53,9 @@ class PipelineOptions:
     (SageMaker's default) if parameters or optimizer state are sharded."""
     microbatches: int | None = None
     """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
+    evaluation_microbatches: int = 1
+    """Microbatches of a step without gradients: 1 for metrics of the whole batch; more overlap stages and save memory.
+    SageMaker's steps return one result for each of ``microbatches``, and stay so."""
     active_microbatches: int | None = None
     """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
     (``interleaved``: number of stages + 2)."""
@@ -68,8 +71,7 @@ class PipelineOptions:
     letter varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
     loss_weighting: LossWeighting = "auto"
     """Weights of the microbatches' losses. ``auto``: those with which the loss is that of the whole batch, also where
-    a mean is over different numbers of elements (ignored labels, class weights, masks). ``samples``: numbers of
-    samples, as under gradient accumulation. SageMaker has no such option."""
+    means are over different numbers of elements. ``samples``: numbers of samples, as under gradient accumulation."""
     stage_transport: StageTransport = "auto"
     """Path of large tensors between stages. ``auto``: the best one that has worked in a trial, for tensors of CUDA
     devices in the order ``cuda_ipc`` (memory of the device), ``shared_memory``, ``nccl``, ``gloo`` (sockets), else
@@ -77,7 +79,7 @@ class PipelineOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
-        found += at_least_one(self, "virtual_pipeline_degree")
+        found += at_least_one(self, "virtual_pipeline_degree", "evaluation_microbatches")
         if self.microbatches is not None and self.microbatches > MOST_MICROBATCHES:
             found.append(
                 f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "

@@ -72,7 +72,7 @@ def decide(
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
         partition.save(config.partition_file)
-    return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
+    return partition, replace(found, used_by_glue=tuple(tensors[name] for name in names), calls=()), costs
 
 
 def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, given: GivenPartition | None) -> Partition:

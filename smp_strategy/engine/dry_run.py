@@ -30,11 +30,13 @@ from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
 from smp_strategy.model.trace.undo_variables import variables_restored
 from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.batch_record import BatchRecord
 from smp_strategy.pipeline.glue_parameters import GlueUses
 from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.kept_tensors import refuse_kept
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.sample_watch import SampleWatch
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import survey
 from smp_strategy.pipeline.user_collectives import Replicas
@@ -54,6 +56,8 @@ class DryRun:
     """Parameters and tables of units that code above the units computes with."""
     calls: tuple[RecordedCall, ...] = ()
     """Calls of units."""
+    comparison: str = ""
+    """Operation with which the loss compares samples of the microbatch; empty: it does not, as far as is known."""
 
 
 @final
@@ -74,6 +78,8 @@ class DryRunInput:
     """Optimizers of the module, if known."""
     num_microbatches: int = 1
     """Number of microbatches of a step that take turns."""
+    batch: tuple[Sequence[Any], Sequence[int]] | None = None
+    """All microbatches, and their numbers of samples, if a loss that compares samples is looked for."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that the user's code takes for all ranks."""
 
@@ -129,20 +135,28 @@ def run_for_real(
         _survey(step, microbatch, loss_of, own, computes=True)
 
 
-def look_for_exposed(step: Step, microbatch: Any, inputs: DryRunInput, *, has_values: bool = False) -> DryRun:
+def look_for_exposed(
+    step: Step,
+    microbatch: Any,
+    inputs: DryRunInput,
+    *,
+    loss_of: Callable[[Any], Tensor | None] | None = None,
+    has_values: bool = False,
+) -> DryRun:
     """Dry run of a later kind of step, which may read attributes of units that the first one has not read.
 
     Args:
         step: User's code for one microbatch.
         microbatch: Its input.
         inputs: Module and environment.
+        loss_of: Picks the loss out of its result.
         has_values: Whether all units can still run here.
     """
     try:
-        return _survey(step, microbatch, None, inputs, computes=False)
+        return _survey(step, microbatch, loss_of, inputs, computes=False)
     except ValueNeededError:
         if has_values:
-            return _survey(step, microbatch, None, inputs, computes=True)
+            return _survey(step, microbatch, loss_of, inputs, computes=True)
         # Reads cannot be observed without values. Only attributes with a gradient can matter, so expose all of them.
         inputs.calls.exposed.use_all_with_gradient()
         inputs.calls.expose()
@@ -187,10 +201,12 @@ def _survey(
         while True:
             exposed.next_round()
             log.calls.clear()
+            copied = copy.deepcopy(microbatch)
+            watch = None if inputs.batch is None else SampleWatch(BatchRecord(*inputs.batch, copied))
             try:
                 with undone(step, inputs, computes=computes), uses:
                     with private.learning(step):
-                        trace = survey(runtime, step, copy.deepcopy(microbatch), loss_of)
+                        trace = survey(runtime, step, copied, loss_of, watch)
                     calls_made = tuple(log.calls)
                     if inputs.num_microbatches > 1 and not computes and not exposed.has_news:
                         _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
@@ -198,7 +214,8 @@ def _survey(
                 if not exposed.has_news:
                     raise
             if not exposed.has_news:
-                return DryRun(trace, tuple(uses.found.values()), calls_made)
+                comparison = "" if watch is None else watch.comparison
+                return DryRun(trace, tuple(uses.found.values()), calls_made, comparison)
             calls.expose()
     finally:
         exposed.let_go()

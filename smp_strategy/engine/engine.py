@@ -13,6 +13,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +45,15 @@ from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
-from smp_strategy.engine.run_step import cut, evaluation_job, run_step, training_job, warn_of_fewer
+from smp_strategy.engine.run_step import (
+    begin,
+    cut,
+    evaluation_job,
+    memory_explained,
+    run_step,
+    training_job,
+    warn_of_fewer,
+)
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.job import Job, Step, StepRun
@@ -70,6 +79,7 @@ class Engine:
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: device of this rank.
         timeout: longest wait for another rank; ``None``: that of the backend.
+        chose_microbatches: whether it is the door that has set ``microbatches``.
 
     Attributes:
         config, timeout: as given.
@@ -91,10 +101,12 @@ class Engine:
         report: Callable[[str], None] = lambda text: None,
         device: torch.device | None = None,
         timeout: timedelta | None = None,
+        chose_microbatches: bool = False,
     ) -> None:
         self.config, self.timeout = config, timeout
         self.device = chosen(device)
         self._parts = EngineParts(config, self.device, timeout, report)
+        self._parts.chose_microbatches |= chose_microbatches
         self._calls = self._parts.calls
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)
@@ -270,19 +282,19 @@ class Engine:
 
     # The first step
 
-    def _prepare(self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: LossOf | None = None) -> None:
+    def _prepare(self, first: FirstStep) -> None:
         """Prepare a step: partition the module if it is whole, and trace each new kind of step."""
         assert self._parts.module is not None
+        kind = first.kind
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
         if kind in ("train", "manual"):
             refuse_trained(self._without_masters, self.config)
             if is_new:
                 new_step_kinds.refuse_rescaled(self._parts)
-                warn_of_fewer(self.config, len(microbatches))
+                warn_of_fewer(self._parts.config, len(first.microbatches))
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
-        first = FirstStep(kind, step, microbatches, loss_of)
         if self.partition is None:
             lay_out(self._parts)
         if self._calls.runtime is None:
@@ -299,9 +311,11 @@ class Engine:
 
         Before the first step, the trace of this run decides the partition.
         """
-        first = FirstStep("train", self._in_precision(step), cut(self._parts, batch, "look", self.known)[0], loss_of)
+        cut_batch = functools.partial(cut, self._parts, batch, "look", self.known)
+        microbatches, sizes = cut_batch()
+        first = FirstStep("train", self._in_precision(step), microbatches, loss_of, sizes, cut=cut_batch)
         if self._calls.runtime is None:
-            self._prepare(*first)
+            self._prepare(first)
         else:
             new_step_kinds.look(self._parts, first)
 
@@ -339,52 +353,49 @@ class Engine:
         return TrainStep(outputs, sizes, loss, backward.gradients, factor, reduction, backward.averages)
 
     def _begin(
-        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, **about: Any
+        self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, num: int | None = None, **how: Any
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
-        """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
-        microbatches, sizes = cut(self._parts, batch, kind, self.known, **about)
+        """Prepare a step; returns ``step`` in its precision, the microbatches (``num`` of them) and their sizes."""
+        cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, **how)
         step = self._in_precision(step)
-        if self._parts.local_model is not None:
-            self._parts.local_model.refuse_broken_update()
-        self._prepare(kind, step, microbatches, loss_of)
-        return step, microbatches, sizes
+        first = FirstStep(kind, step, [], loss_of, takes_turns=num != 1, cut=cut_batch)
+        return step, *begin(self._parts, first, num, self._prepare)
 
     def eval_step(
-        self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False, inputs: Any = None
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        kind: str = "eval",
+        is_joint: bool = False,
+        as_in_training: bool = False,
+        inputs: Any = None,
     ) -> EvalStep:
-        """Run forward of a batch.
+        """Run forward of a batch, in ``evaluation_microbatches`` microbatches.
 
         Args:
             step: the user's code for one microbatch.
             batch: cut along dim 0 into microbatches.
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
+            as_in_training: as many microbatches as in training.
             inputs: what ranks compare instead of ``batch``, if the step has other inputs.
         """
-        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, inputs=inputs)
-        with self.local_model.evaluating():
+        num = None if as_in_training else self.config.evaluation_microbatches
+        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, inputs=inputs, num=num)
+        with self.local_model.evaluating(), memory_explained(len(sizes)):
             run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
-        """Run a step that calls backward and optimizers itself, through :attr:`manual`.
-
-        Args:
-            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
-            batch: cut along dim 0 into microbatches.
-        """
+        """Run a step that calls backward and optimizers itself, through :attr:`manual`; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
         with self._stepping():
             run = self.manual.run(training_job(self._parts, "manual", step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
-        """Run forward of a batch whose loss the caller computes from the result of ``step``.
-
-        Args:
-            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
-            batch: cut along dim 0 into microbatches.
-        """
+        """Run forward of a batch whose loss the caller computes from the result of ``step``; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
         job = training_job(self._parts, "manual", step, microbatches, sizes)
         with self._stepping():
@@ -474,10 +485,7 @@ class Engine:
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on every rank.
 
-        Args:
-            parameters: the same list on every rank, as an optimizer has it.
-            max_norm: largest norm that is not scaled.
-            norm_type: order of the norm.
+        ``parameters`` is the same list on every rank, as an optimizer has it.
         """
         with self.views.put_aside():
             return self.local_model.clip_grad_norm_(list(parameters), max_norm, norm_type)

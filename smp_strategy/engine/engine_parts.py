@@ -61,6 +61,8 @@ class EngineParts:
         gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
         seed, num_steps, num_evaluations: where random streams are.
         has_counted: whether the first training step has been reported on.
+        chose_microbatches: whether the number of microbatches follows from nothing that the user has given.
+        has_told_of_comparison: whether the user has been told of a loss that compares samples.
         loss_weighting: decides in which steps terms of the loss get weights.
     """
 
@@ -86,7 +88,8 @@ class EngineParts:
         self.recorded: Recorded | None = None
         self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = 0
-        self.has_counted = False
+        self.has_counted = self.has_told_of_comparison = False
+        self.chose_microbatches = config.microbatches is None
         self._num_compared: Counter[str] = Counter()
         self.loss_weighting = LossWeighting(report, is_on=config.loss_weighting == "auto")
 

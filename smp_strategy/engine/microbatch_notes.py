@@ -13,7 +13,7 @@ from torch.nn.modules.loss import _Loss
 
 from smp_strategy.config.sizes import show_count
 
-__all__ = ["notes_on_buffers", "notes_on_microbatches"]
+__all__ = ["note_on_comparison", "notes_on_buffers", "notes_on_microbatches"]
 
 
 def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:
@@ -44,6 +44,28 @@ def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: 
             "microbatches are averaged, weighted by samples, as under gradient accumulation: a loss like that is not "
             f"the sum over the batch, but about 1/{len(sizes)} of it. Use `reduction='mean'`, or set `microbatches=1`."
         )
+
+
+def note_on_comparison(operation: str, sizes: Sequence[int], *, takes_whole: bool) -> str:
+    """Sentence on a loss that compares the samples of its batch.
+
+    Args:
+        operation: What it computes with several samples at once.
+        sizes: Number of samples in each microbatch.
+        takes_whole: Whether batches are not cut from now on.
+    """
+    whole = show_count(sum(sizes), "sample")
+    if takes_whole:
+        return (
+            f"The loss compares samples of its batch: {operation}. So batches ({whole}) are not cut into microbatches, "
+            "which would have fewer samples to compare, and stages do not overlap. Set `microbatches` if the loss of "
+            "microbatches is meant."
+        )
+    return (
+        f"The loss compares samples of its batch: {operation}. It is computed in each microbatch ({_sizes(sizes)}) "
+        f"instead of the batch ({whole}), so it is another loss, and may be 0 in a microbatch of one sample. For the "
+        "loss of the whole batch set `microbatches=1`."
+    )
 
 
 def notes_on_buffers(module: nn.Module, written: Collection[str], *, replicas: int, microbatches: int) -> Iterator[str]:

@@ -7,15 +7,17 @@ leaves for the next.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.engine.carried_state import Rehearsals
-from smp_strategy.engine.dry_run import look_for_exposed, rescaled_tables
+from smp_strategy.engine.dry_run import DryRunInput, look_for_exposed, rescaled_tables
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
+from smp_strategy.engine.microbatch_notes import note_on_comparison
 from smp_strategy.engine.startup_report import render_order
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.job import Step
@@ -35,6 +37,41 @@ class FirstStep(NamedTuple):
     """Microbatches of its batch."""
     loss_of: Callable[[Any], Tensor | None] | None = None
     """Picks the loss out of the result of ``step``."""
+    sizes: Sequence[int] = ()
+    """Number of samples in each microbatch."""
+    takes_turns: bool = True
+    """Whether steps of this kind have several microbatches."""
+    cut: Callable[..., tuple[list[Any], tuple[int, ...]]] | None = None
+    """Cuts its batch, into ``num`` microbatches or as in training. Collective."""
+
+    def inputs(self, parts: EngineParts) -> DryRunInput:
+        """Module and environment of its dry runs."""
+        inputs, trains = parts.dry_run_input(), self.kind in ("train", "manual")
+        batch = (self.microbatches, self.sizes) if trains and len(self.sizes) > 1 else None
+        return replace(inputs, batch=batch, num_microbatches=inputs.num_microbatches if self.takes_turns else 1)
+
+    def note_comparison(self, parts: EngineParts, operation: str) -> "FirstStep | None":
+        """Report that the loss compares samples; if nobody has asked for microbatches, have none from now on.
+
+        Args:
+            parts: Parts of the engine.
+            operation: Operation that compares them; empty: none does. Ranks may have found different ones.
+
+        Returns:
+            The step with its whole batch, if that is what runs from now on. Collective, if it may be.
+        """
+        is_free = parts.chose_microbatches and self.cut is not None
+        if is_free:
+            operation = collectives.gather_objects(operation, "a look at the loss")[0]
+        if operation and not parts.has_told_of_comparison:
+            parts.has_told_of_comparison = True
+            parts.report(note_on_comparison(operation, self.sizes, takes_whole=is_free))
+        if not operation or not is_free:
+            return None
+        assert self.cut is not None
+        parts.config = replace(parts.config, microbatches=1)
+        microbatches, sizes = self.cut()
+        return self._replace(microbatches=microbatches, sizes=sizes)
 
 
 def refuse_rescaled(parts: EngineParts) -> None:
@@ -74,10 +111,14 @@ def look(parts: EngineParts, first: FirstStep) -> None:
     layout, mesh = parts.layout, parts.mesh
     refuse_new_hooks(layout)
     has_values = mesh.pp == 1 and mesh.shard_group is None
-    inputs = parts.dry_run_input()
+    inputs, compared = first.inputs(parts), list[str]()
 
     def run_step() -> tuple[Tensor, ...]:
-        return look_for_exposed(first.step, first.microbatches[0], inputs, has_values=has_values).used_by_glue
+        found = look_for_exposed(
+            first.step, first.microbatches[0], inputs, loss_of=first.loss_of, has_values=has_values
+        )
+        compared.append(found.comparison)
+        return found.used_by_glue
 
     cuts = {} if layout.split is None else layout.split.cuts
     used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
@@ -93,6 +134,8 @@ def look(parts: EngineParts, first: FirstStep) -> None:
             "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
             f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
         )
+    if inputs.batch is not None:
+        first.note_comparison(parts, compared[0])
 
 
 def refuse_new_hooks(layout: Layout) -> None:
@@ -139,7 +182,7 @@ def rehearse(parts: EngineParts, first: FirstStep) -> None:
     """
     partition, kind = parts.layout.partition, first.kind
     assert partition is not None
-    inputs = parts.dry_run_input()
+    inputs = first.inputs(parts)
     # In manual steps microbatches run one after the other from barrier to barrier anyway.
     if parts.config.skip_tracing or inputs.num_microbatches == 1 or kind == "manual":
         return

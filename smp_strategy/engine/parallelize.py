@@ -201,7 +201,7 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     with heads_explained(parts.config.tensor_parallel or {}):
         layout.partition, found, layout.costs = decide(
             config,
-            parts.dry_run_input(),
+            first.inputs(parts),
             shape,
             first=(first.step, first.microbatches[0], first.loss_of),
             given=layout.given,
@@ -209,6 +209,10 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
             num_parameters=layout.num_parameters,
             measuring=nullcontext if group is None else group.alone,
         )
+    whole = first.note_comparison(parts, found.comparison) if len(first.sizes) > 1 else None
+    if whole is not None:
+        _decide_partition(parts, whole)
+        return
     refuse_rewritten(parts)
     layout.activation_policies = layout.partition.activation_policies
     layout.used_by_glue = found.used_by_glue

@@ -5,10 +5,12 @@ After the step the plan cache learns its path for the next one.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
@@ -16,6 +18,7 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
@@ -24,7 +27,7 @@ from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.tensor_parallel.joint_batch import join
 
-__all__ = ["cut", "evaluation_job", "run_step", "training_job", "warn_of_fewer"]
+__all__ = ["begin", "cut", "evaluation_job", "memory_explained", "run_step", "training_job", "warn_of_fewer"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION = 1
@@ -38,6 +41,7 @@ def cut(
     *,
     is_joint: bool = False,
     inputs: Any = None,
+    num: int | None = None,
 ) -> tuple[list[Any], tuple[int, ...]]:
     """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
 
@@ -49,6 +53,7 @@ def cut(
         is_joint: Whether all these ranks have read this batch, whatever ``prescaled_batch`` says; else see
             :func:`~smp_strategy.tensor_parallel.joint_batch.join`.
         inputs: Inputs of a step without a batch.
+        num: Number of microbatches; ``None``: that of training.
 
     Raises:
         UnsupportedError: the batch cannot be cut, or batches of ranks do not fit together, or ranks of a replica have
@@ -64,7 +69,33 @@ def cut(
     source = known()
     if own is not None:
         batch, source = join(batch, own, source)
-    return split(batch, config.num_microbatches(parts.mesh.pp), source)
+    return split(batch, config.num_microbatches(parts.mesh.pp) if num is None else num, source)
+
+
+def begin(
+    parts: EngineParts, first: FirstStep, num: int | None, prepare: Callable[[FirstStep], None]
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Cut the batch of a step and prepare the step. Collective.
+
+    Args:
+        parts: Parts of the engine.
+        first: The step, without microbatches.
+        num: Number of microbatches; ``None``: that of training.
+        prepare: Prepares the step.
+
+    Returns:
+        Its microbatches, and their sizes.
+    """
+    assert first.cut is not None
+    # The partition is made for training, so the first step is looked at with a microbatch of that.
+    was_decided, before = parts.partition is not None, parts.config
+    microbatches, sizes = first.cut(num=num if was_decided else None)
+    if parts.local_model is not None:
+        parts.local_model.refuse_broken_update()
+    prepare(first._replace(microbatches=microbatches, sizes=sizes))
+    if parts.config is before and (was_decided or num is None):
+        return microbatches, sizes
+    return first.cut(num=num)
 
 
 def warn_of_fewer(config: SMPConfig, num_run: int) -> None:
@@ -115,6 +146,20 @@ def training_job(
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
     terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
     return Job(step=step, seed=seed, loss_of=loss_of, weights=weights, loss_weights=terms)
+
+
+@contextmanager
+def memory_explained(num_microbatches: int) -> Iterator[None]:
+    """Context of an evaluation: if the device has too little memory for a whole batch, the error says what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if num_microbatches == 1:
+            error.add_note(
+                "Steps without gradients get whole batches. `evaluation_microbatches` cuts them, as `microbatches` "
+                "does in training."
+            )
+        raise
 
 
 def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:

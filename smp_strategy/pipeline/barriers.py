@@ -142,6 +142,9 @@ class BarrierSteps:
         runner_of: factory of the runner of a job's microbatches.
         offloading: factory of the context of activation offload, entered while microbatches run.
         flush: confirms all messages that were sent.
+
+    Attributes:
+        dry_values: values with which a dry run has come to barriers: losses, among others.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class BarrierSteps:
         self._offloading = offloading
         self._flush = flush
         self._run: BarrierRun | None = None
+        self.dry_values: list[Any] = []
         self._offload_of_pause = ExitStack()
 
     def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
@@ -198,6 +202,7 @@ class BarrierSteps:
         interpreter = self._current.interpreter
         assert interpreter is not None
         if interpreter.is_survey:
+            self.dry_values.append(barrier.value)
             return barrier.act([barrier.value]) if also_dry else None
         if self._run is None or not _belongs_to(self._run.runner, interpreter):
             raise UnsupportedError(

@@ -76,9 +76,10 @@ class BatchRecord(TorchFunctionMode):
     Args:
         microbatches: arguments of the step; the program of the first one is recorded.
         sizes: number of samples in each.
+        copied: copy of the first one with which its program runs instead.
     """
 
-    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
+    def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], copied: Any = None) -> None:
         super().__init__()
         # Not the microbatches themselves: steps replace what is in them.
         self._given, self._sizes = [dict(_leaves(each, ())) for each in microbatches], sizes
@@ -90,9 +91,12 @@ class BatchRecord(TorchFunctionMode):
         self._originals: dict[int, list[Tensor]] = {}
         self._num_memories = 0
         self._numbers: dict[float, BatchValue] = {}
+        used = self._given[0] if copied is None else dict(_leaves(copied, ()))
         for path, leaf in self._given[0].items():
             self._entries.append(_BatchStep(path))
-            self._remember(leaf, len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf))
+            self._remember(
+                used[path], len(self._entries) - 1, None, self._new_memory(), self._facts_of_leaf(path, leaf)
+            )
 
     def _facts_of_leaf(self, path: tuple[Any, ...], leaf: Any) -> Facts:
         if not isinstance(leaf, (Tensor, np.ndarray)) or getattr(leaf, "is_nested", False) or leaf.ndim == 0:

@@ -47,6 +47,7 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
+from smp_strategy.pipeline.sample_watch import SampleWatch
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
@@ -73,7 +74,7 @@ class MicrobatchInterpreter:
     Attributes:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
-        terms: terms of the loss that get weights; ``None``: there are none.
+        terms: terms of the loss that get weights, or what watches a dry run; ``None``: there is nothing of that.
     """
 
     def __init__(
@@ -94,15 +95,14 @@ class MicrobatchInterpreter:
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.is_survey = stage.is_dry
-        self.closed = False
+        self.closed = self.is_predicting = False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
-        self.is_predicting = False
         # The running autograd Function of the glue.
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
-        self.terms: ProgramTerms | None = None
+        self.terms: ProgramTerms | SampleWatch | None = None
         self._current = current or CurrentProgram()
         self._stage = stage.number
         self._shape_inference = stage.shape_inference

@@ -1,7 +1,7 @@
 """Programs outside of steps: hooks that run once on every stage, and dry runs that trace or rehearse a step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.sample_watch import SampleWatch
 
 __all__ = ["alone", "entered", "rehearse", "run_alone", "survey"]
 
@@ -59,7 +60,13 @@ def entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
         runtime.current.enter(None)
 
 
-def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
+def survey(
+    runtime: Runtime,
+    step: Step,
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None] | None,
+    watch: SampleWatch | None = None,
+) -> Trace:
     """Trace ``step`` by one dry run.
 
     Args:
@@ -67,17 +74,23 @@ def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any
         step: the user's code.
         microbatch: argument of the step.
         loss_of: picks the loss from its result; ``None``: there is no backward.
+        watch: looks for a loss that compares samples.
 
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
     """
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
-    with entered(runtime, program), runtime.collectives.open():
+    program.terms = watch
+    runtime.barriers.dry_values.clear()
+    with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.open():
         output = up_to_date(step(microbatch))
         if runtime.told is not None:
             runtime.told(output)
     program.close()
-    return trace_of(program, loss_of(output) if loss_of else None)
+    trace = trace_of(program, loss_of(output) if loss_of else None)
+    if watch is not None:
+        watch.end(trace, runtime.barriers.dry_values)
+    return trace
 
 
 def rehearse(

@@ -63,6 +63,7 @@ class Session:
 
     def __init__(self, config: SMPConfig, device: torch.device, *, timeout: timedelta | None = None) -> None:
         self.config = _with_degree(config, dist.get_world_size())
+        self._chose_microbatches = config.microbatches is None
         self.device = device
         self.rank = dist.get_rank()
         assert self.config.pipeline_parallel_degree is not None
@@ -107,7 +108,13 @@ class Session:
             self._close_engine()
         begin_run()
         speak(OF_ACCELERATE)
-        self._engine = left or Engine(config, report=self._report, device=self.device, timeout=self.timeout)
+        self._engine = left or Engine(
+            config,
+            report=self._report,
+            device=self.device,
+            timeout=self.timeout,
+            chose_microbatches=self._chose_microbatches,
+        )
         return self._engine
 
     def with_weights(self, function: Callable[[], Any]) -> Any:

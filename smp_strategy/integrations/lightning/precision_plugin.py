@@ -182,7 +182,7 @@ def for_all_ranks(
     plugin: Any,
     tree: Tree,
     clip_grad_norm: ClipGradNorm,
-    begin_update: Callable[[Any], None],
+    begin_update: Callable[[Any], object],
     scaler_of: Callable[[Any], GradScaler | None],
 ) -> Any:
     """Make Lightning's precision plugin clip and scale by the gradients of all ranks.

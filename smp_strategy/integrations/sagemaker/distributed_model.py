@@ -196,7 +196,9 @@ class DistributedModel(LocalParts):
             outputs, sizes = self._train(function, inputs)
         else:
             step = _sendable(note_losses(function, inputs, may_note=False))
-            result = self._engine.eval_step(step, inputs.batch, kind=f"evaluation {number}")
+            # What a step returns are lists over its microbatches.
+            kind = f"evaluation {number}"
+            result = self._engine.eval_step(step, inputs.batch, kind=kind, as_in_training=True)
             outputs, sizes = result.outputs, result.sizes
         if is_first and not was_announced:
             self._after_partition()

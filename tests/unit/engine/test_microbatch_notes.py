@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import note_on_comparison, notes_on_buffers, notes_on_microbatches
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.shape_inference import ShapeInference
@@ -90,3 +90,17 @@ def test_dry_runs_find_the_buffers_that_layers_update():
     found.predict(Callee("unit", unit.forward, unit.train()), leaves, structure)
     assert found.written_buffers == {"unit.code"}
     assert not unit.code.any()
+
+
+@pytest.mark.parametrize(
+    ("takes_whole", "told"),
+    [
+        (False, "computed in each microbatch (1 to 2 samples) instead of the batch (3 samples)"),
+        (True, "So batches (3 samples) are not cut into microbatches"),
+    ],
+)
+def test_a_comparison_of_samples_is_told_with_its_operation_and_the_remedy(takes_whole, told):
+    note = note_on_comparison("`matmul` adds up pairs of samples", (2, 1), takes_whole=takes_whole)
+    assert note.startswith("The loss compares samples of its batch: `matmul` adds up pairs of samples. ")
+    assert told in note
+    assert "set `microbatches" in note.lower()
