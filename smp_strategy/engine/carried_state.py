@@ -131,6 +131,7 @@ class Rehearsals:
             transport=None,
             device=inputs.device,
             rehearsal=rehearsal,
+            glue=list(calls.exposed.above.values()),
             replicas=inputs.replicas,
         )
         number = min(inputs.num_microbatches, _MOST_MICROBATCHES)

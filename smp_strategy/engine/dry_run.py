@@ -171,6 +171,7 @@ def _survey(
         transport=None,
         device=device,
         exposed=exposed,
+        glue=list(exposed.above.values()),
         replicas=inputs.replicas,
     )
     uses = GlueUses(units, lambda: runtime.current.running_unit, exposed)
@@ -297,8 +298,9 @@ def _untouched(inputs: DryRunInput, computes: bool) -> Iterator[None]:
                     table.copy_(value)
     changed = {key for key, parameter in placed.items() if parameter._version != versions[key]} - rescaled.keys()
     # Code above the units runs on every stage, which then has these weights. Trained ones may be in shards.
-    trained = {id(each) for optimizer in inputs.optimizers for group in optimizer.param_groups for each in group["params"]}
-    changed -= {key for key, each in written.kept.items() if not (each.requires_grad and (key in trained or not trained))}
+    groups = [group for optimizer in inputs.optimizers for group in optimizer.param_groups]
+    trained = {id(each) for group in groups for each in group["params"]} or set(placed)
+    changed -= {key for key, parameter in written.kept.items() if not (parameter.requires_grad and key in trained)}
     calls.written_lately = written.kept
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:

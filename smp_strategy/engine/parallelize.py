@@ -254,6 +254,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         activations=_activations(parts, glue),
         reads_refused=local_model.reads_refused,
         parameters_refused=local_model.parameters_refused,
+        glue=glue,
         replicas=replicas_of(mesh),
         agree=partial(_agree, layout.group),
     )

@@ -45,7 +45,7 @@ from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere
+from smp_strategy.pipeline.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.pipeline.stage import Stage
@@ -113,6 +113,7 @@ class MicrobatchInterpreter:
         self.parameters_refused = stage.parameters_refused
         self._exposed = stage.exposed
         self._rehearsal = stage.rehearsal
+        self._glue = stage.glue
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -236,11 +237,12 @@ class MicrobatchInterpreter:
             return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
         if prediction.changed:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
-            if plain and must_run_everywhere(name, leaves, prediction, plain):
+            if plain and must_run_everywhere(call, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
             placed += [
                 place_plain(leaves[position], self, self.program_trace, self.graph, computes=self.computes_here)
                 for position in plain
+                if becomes_placed(call, prediction, position, self._glue)
             ]
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
@@ -285,7 +287,12 @@ class MicrobatchInterpreter:
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
             here = None if ran is None else (self.graph.current, ran.inputs[position])
-            take_change(leaves[position], value, spec, segment, here)
+            if isinstance(leaves[position], PlacedTensor):
+                take_change(leaves[position], value, spec, segment, here)
+                continue
+            changed = PlacedTensor(self, value, spec, segment)
+            changed.origin = changed.current = here
+            self.read("copy_", Tensor.copy_, (leaves[position], changed), {})
         return assemble(prediction, results, leaves, constants)
 
     def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
