@@ -7,7 +7,7 @@ to the module (counters, lists of losses, buffers of the glue) and to variables 
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -74,6 +74,8 @@ class DryRunInput:
     """Optimizers of the module, if known."""
     num_microbatches: int = 1
     """Number of microbatches of a step that take turns."""
+    lacking: Mapping[int, str] = field(default_factory=dict)
+    """Names of tensors of units that some ranks do not have in steps, by id."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that the user's code takes for all ranks."""
 
@@ -174,7 +176,7 @@ def _survey(
         glue=list(exposed.above.values()),
         replicas=inputs.replicas,
     )
-    uses = GlueUses(units, lambda: runtime.current.running_unit, exposed)
+    uses = GlueUses(units, lambda: runtime.current.running_unit, exposed, inputs.lacking)
     log = CallLog(device.type)
     inputs.shape_inference.memoized.look()
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)

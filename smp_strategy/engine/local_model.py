@@ -7,7 +7,7 @@ all of this applies to the part (:mod:`smp_strategy.tensor_parallel`). The first
 the values of other ranks; it lives until the module is full again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -156,6 +156,18 @@ class LocalModel:
         names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
+
+    @property
+    def lacking(self) -> Mapping[int, str]:
+        """Names of the parameters of which some ranks do not have the values in steps, by id; the same on all ranks."""
+        spread = () if self.sharded is None else self.ownership.parameters_by_units().values()
+        resting = {id(parameter) for members in spread for _, parameter in members}
+        named = {id(parameter): (name, parameter) for name, parameter in self._module.named_parameters()}
+        return {
+            key: name
+            for key, (name, parameter) in named.items()
+            if key in resting or len(self.ownership.holders(parameter)) < self._mesh.pp
+        }
 
     @property
     def is_spread_as_made(self) -> bool:
