@@ -93,27 +93,19 @@ class MicrobatchInterpreter:
         self.program_trace = ProgramTrace(router, expected, stage.latest)
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
-        self.is_survey = stage.is_dry
-        self.closed = False
+        self.is_survey, self.closed, self.is_predicting = stage.is_dry, False, False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
-        self.is_predicting = False
         # The running autograd Function of the glue.
         self.function = ""
         self.asked: ActivationPolicy | None = None
         self._gate = gate
         self.terms: ProgramTerms | None = None
         self._current = current or CurrentProgram()
-        self._stage = stage.number
-        self._shape_inference = stage.shape_inference
-        self._make_known = stage.make_known
-        self._with_weights = stage.with_weights
-        self._activations = stage.activations
-        self._reads_refused = stage.reads_refused
-        self.parameters_refused = stage.parameters_refused
-        self._exposed = stage.exposed
-        self._rehearsal = stage.rehearsal
-        self._glue = stage.glue
+        self._stage, self._shape_inference = stage.number, stage.shape_inference
+        self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
+        self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused
+        self._activations, self._exposed, self._rehearsal = stage.activations, stage.exposed, stage.rehearsal
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -239,11 +231,9 @@ class MicrobatchInterpreter:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
             if plain and must_run_everywhere(call, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
-            placed += [
-                place_plain(leaves[position], self, self.program_trace, self.graph, computes=self.computes_here)
-                for position in plain
-                if becomes_placed(call, prediction, position, self._glue)
-            ]
+            plain = [each for each in plain if becomes_placed(call, prediction, each, self._glue)]
+            trace, computes = self.program_trace, self.computes_here
+            placed += [place_plain(leaves[each], self, trace, self.graph, computes=computes) for each in plain]
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
