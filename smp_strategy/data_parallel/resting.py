@@ -69,7 +69,7 @@ class RestingGuard(Guard):
         words = door_words()
         return UnsupportedError(
             f"`{operation}` needs the values of a parameter that is spread over ranks (`sharded_data_parallel_degree`) "
-            f"and is not in use. Compute with it in the module that has it, or {words.in_hook}, where weights are "
-            f"whole; to save the model, call {words.save_model} on all ranks; to "
+            "and is not in use. Compute with it in the module that has it, or from the first step of its kind on, or "
+            f"{words.in_hook}, where weights are whole; to save the model, call {words.save_model} on all ranks; to "
             'have the whole model after a run, set `restore_module="all"`.'
         )

@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+from torch.nn.modules.batchnorm import _NormBase
+
 from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.pipeline.job import Job, Step
 from smp_strategy.pipeline.microbatch_order import TurnRule, gate_position
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
@@ -46,6 +49,8 @@ class _RehearsalOutcome(NamedTuple):
     """Values of all places in the end."""
     left: Sequence[SwitchPlace]
     """Places that have changed, with their keys."""
+    statistics: Sequence[str]
+    """Norms that one call of their unit updates, and another uses as they are then."""
 
 
 @final
@@ -74,8 +79,8 @@ class Rehearsals:
             try:
                 ordered = self._rehearse(truth, in_order=True)
                 self.inputs.calls.switches.rehearse(ordered.left)
-                if written := self._written_weights():
-                    # Weights are not private to a microbatch: each must find those of the one before it.
+                if written := (*self._written_weights(), *ordered.statistics):
+                    # They are not private to a microbatch: each must find those of the one before it.
                     return TurnRule(None, Trace([event for event, _ in ordered.events]).names, written)
                 return self._rule(truth, ordered) if ordered.left else None
             except EndlessError:
@@ -131,11 +136,19 @@ class Rehearsals:
             transport=None,
             device=inputs.device,
             rehearsal=rehearsal,
+            glue=list(calls.exposed.above.values()),
             replicas=inputs.replicas,
         )
         number = min(inputs.num_microbatches, _MOST_MICROBATCHES)
         microbatches = [copy.deepcopy(self.microbatch) for _ in range(number)]
-        before, runtime = calls.runtime, Runtime(dry, private)
+        modes: dict[str, set[bool]] = {}
+
+        def called(microbatch: int, callee: Callee, args: Any, kwargs: Any) -> None:
+            for name, part in () if callee.module is None else callee.module.named_modules():
+                if isinstance(part, _NormBase) and part.track_running_stats:
+                    modes.setdefault(f"{callee.key}.{name}".rstrip("."), set()).add(part.training)
+
+        before, runtime = calls.runtime, Runtime(dry, private, called=called)
         calls.runtime = runtime
         try:
             with undone(self.step, inputs, computes=False), calls.switches.learning_nothing():
@@ -144,7 +157,8 @@ class Rehearsals:
                 events = rehearse(runtime, Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
                 state = private.found()
                 left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
-                return _RehearsalOutcome(rehearsal.noted, events, state, left)
+                statistics = [name for name, seen in modes.items() if len(seen) > 1]
+                return _RehearsalOutcome(rehearsal.noted, events, state, left, statistics)
         finally:
             runtime.close()
             calls.runtime = before

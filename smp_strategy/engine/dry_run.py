@@ -7,7 +7,7 @@ to the module (counters, lists of losses, buffers of the glue) and to variables 
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -80,6 +80,8 @@ class DryRunInput:
     """Number of microbatches of a step that take turns."""
     batch: tuple[Sequence[Any], Sequence[int]] | None = None
     """All microbatches, and their numbers of samples, if a loss that compares samples is looked for."""
+    lacking: Mapping[int, str] = field(default_factory=dict)
+    """Names of tensors of units that some ranks do not have in steps, by id."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that the user's code takes for all ranks."""
 
@@ -185,9 +187,10 @@ def _survey(
         transport=None,
         device=device,
         exposed=exposed,
+        glue=list(exposed.above.values()),
         replicas=inputs.replicas,
     )
-    uses = GlueUses(units, lambda: runtime.current.running_unit, exposed)
+    uses = GlueUses(units, lambda: runtime.current.running_unit, exposed, inputs.lacking)
     log = CallLog(device.type)
     inputs.shape_inference.memoized.look()
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
@@ -314,7 +317,9 @@ def _untouched(inputs: DryRunInput, computes: bool) -> Iterator[None]:
                     table.copy_(value)
     changed = {key for key, parameter in placed.items() if parameter._version != versions[key]} - rescaled.keys()
     # Code above the units runs on every stage, which then has these weights. Trained ones may be in shards.
-    changed -= {key for key, parameter in written.kept.items() if not parameter.requires_grad}
+    groups = [group for optimizer in inputs.optimizers for group in optimizer.param_groups]
+    trained = {id(each) for group in groups for each in group["params"]} or set(placed)
+    changed -= {key for key, parameter in written.kept.items() if not (parameter.requires_grad and key in trained)}
     calls.written_lately = written.kept
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:

@@ -42,7 +42,7 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.new_step_kinds import FirstStep
-from smp_strategy.engine.parallelize import parallelize, resume
+from smp_strategy.engine.parallelize import make_whole_again, parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.run_step import (
@@ -56,6 +56,7 @@ from smp_strategy.engine.run_step import (
 )
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.costs import Costs
@@ -301,10 +302,18 @@ class Engine:
             # Copies are named now, while they look like the module.
             local_model = parallelize(self._parts, first, list(self.copies()))
             self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
-        if was_surveyed and is_new and new_step_kinds.needs_look(self._parts):
-            new_step_kinds.look(self._parts, first)
+        if was_surveyed and is_new and (new_step_kinds.needs_look(self._parts) or self.is_spread):
+            self._look(first)
         if is_new:
             new_step_kinds.rehearse(self._parts, first)
+
+    def _look(self, first: FirstStep) -> None:
+        try:
+            new_step_kinds.look(self._parts, first)
+        except NewUseError as error:
+            make_whole_again(self._parts, first, error)
+            self._kinds.discard(first.kind)
+            self._prepare(first)
 
     def look(self, step: Step, batch: Any, *, loss_of: LossOf) -> None:
         """Run ``step`` dry, without values, so that its author sees the result. Collective.
@@ -317,7 +326,7 @@ class Engine:
         if self._calls.runtime is None:
             self._prepare(first)
         else:
-            new_step_kinds.look(self._parts, first)
+            self._look(first)
 
     # Every step
 

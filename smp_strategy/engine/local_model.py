@@ -158,6 +158,18 @@ class LocalModel:
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
 
     @property
+    def lacking(self) -> Mapping[int, str]:
+        """Names of the parameters of which some ranks do not have the values in steps, by id; the same on all ranks."""
+        spread = () if self.sharded is None else self.ownership.parameters_by_units().values()
+        resting = {id(parameter) for members in spread for _, parameter in members}
+        named = {id(parameter): (name, parameter) for name, parameter in self._module.named_parameters()}
+        return {
+            key: name
+            for key, (name, parameter) in named.items()
+            if key in resting or len(self.ownership.holders(parameter)) < self._mesh.pp
+        }
+
+    @property
     def is_spread_as_made(self) -> bool:
         """Whether no rank has the full module, and it still has the parameters that this local model was made of."""
         return self.whole_on == "none" and self._own.are_those_of_now()

@@ -6,14 +6,17 @@ sentence at the first training step, since nothing else would tell.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.loss import _Loss
 
 from smp_strategy.config.sizes import show_count
+from smp_strategy.model.samples import Path, is_array, is_list, shown_path, visited
+from smp_strategy.pipeline.microbatch import holds_arrays
 
-__all__ = ["note_on_comparison", "notes_on_buffers", "notes_on_microbatches"]
+__all__ = ["note_on_comparison", "notes_on_buffers", "notes_on_microbatches", "notes_on_objects"]
 
 
 def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:
@@ -66,6 +69,32 @@ def note_on_comparison(operation: str, sizes: Sequence[int], *, takes_whole: boo
         f"instead of the batch ({whole}), so it is another loss, and may be 0 in a microbatch of one sample. For the "
         "loss of the whole batch set `microbatches=1`."
     )
+
+
+def notes_on_objects(microbatches: Sequence[Any]) -> Iterator[str]:
+    """Sentence on objects with tensors that ``microbatches`` of one batch share.
+
+    An object that nobody can cut may belong to all samples (the graph of a road network) or hold them in its own way.
+    In the second case broadcasting can hide that each microbatch computes with all of them.
+    """
+    if len(microbatches) < 2:
+        return
+    shared = set[int]()
+    visited(microbatches[0], (), lambda path, leaf: shared.add(id(leaf)))
+    found: list[str] = []
+
+    def see(path: Path, leaf: Any) -> None:
+        if id(leaf) in shared and not (is_array(leaf) or is_list(leaf)) and holds_arrays(leaf):
+            found.append(f"{shown_path(path)} ({type(leaf).__name__})")
+
+    visited(microbatches[1], (), see)
+    if found:
+        yield (
+            f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)} holds tensors, none of them with an entry "
+            f"per sample, and cannot be cut: each of the {len(microbatches)} microbatches gets all of it. If it has "
+            "the samples in a way of its own, give its class a method `smp_slice(num_microbatches, microbatch, axis)`, "
+            "or set `microbatches=1`."
+        )
 
 
 def notes_on_buffers(module: nn.Module, written: Collection[str], *, replicas: int, microbatches: int) -> Iterator[str]:

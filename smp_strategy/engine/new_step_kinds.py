@@ -20,6 +20,7 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.microbatch_notes import note_on_comparison
 from smp_strategy.engine.startup_report import render_order
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Step
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 
@@ -104,14 +105,25 @@ def look(parts: EngineParts, first: FirstStep) -> None:
         first: Step of the new kind.
 
     Raises:
+        NewUseError: code above the units computes with weights that some ranks do not have.
         UnsupportedError: code above the units, or a hook registered since, computes with parts of split layers as if
             they were full; or units write to sharded weights.
     """
+    try:
+        _look(parts, first)
+    except NewUseError:
+        raise
+    except Exception:
+        if needs_look(parts):
+            raise
+
+
+def _look(parts: EngineParts, first: FirstStep) -> None:
     parts.spread.settle()
     layout, mesh = parts.layout, parts.mesh
     refuse_new_hooks(layout)
     has_values = mesh.pp == 1 and mesh.shard_group is None
-    inputs, compared = first.inputs(parts), list[str]()
+    inputs, compared = replace(first.inputs(parts), lacking=parts.spread.lacking), list[str]()
 
     def run_step() -> tuple[Tensor, ...]:
         found = look_for_exposed(

@@ -30,9 +30,11 @@ from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import option_types
 from smp_strategy.config.variables import note_on_others
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
+from smp_strategy.engine.consensus import agree_on
 from smp_strategy.engine.decide import decide
-from smp_strategy.engine.dry_run import run_for_real
+from smp_strategy.engine.dry_run import dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
@@ -44,6 +46,7 @@ from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.carried_objects import CarriedObjects
+from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
 from smp_strategy.pipeline.runtime import Runtime
@@ -55,7 +58,7 @@ from smp_strategy.tensor_parallel.plan.patterns import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["parallelize", "resume"]
+__all__ = ["make_whole_again", "parallelize", "resume"]
 
 
 def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module] = ()) -> LocalModel:
@@ -119,6 +122,41 @@ def resume(parts: EngineParts) -> None:
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
     _connect(parts, local_model)
+
+
+def make_whole_again(parts: EngineParts, first: FirstStep, error: NewUseError) -> None:
+    """Undo :func:`parallelize`; the next one gives every rank the weights that a new kind of step uses. Collective.
+
+    Args:
+        parts: Parts of the engine. Their partition stays.
+        first: Step of the new kind.
+        error: The error that its dry run has ended with.
+
+    Raises:
+        NewUseError: ranks have gradients, or state of optimizers, for the weights that they have now.
+    """
+    layout, module = parts.layout, parts.layout.module
+    holds = any(each.state for each in parts.optimizers) or any(each.grad is not None for each in module.parameters())
+    is_final = holds or parts.config.delayed_parameter_initialization
+    if any(collectives.gather_objects(is_final, "weights that every rank needs")):
+        raise NewUseError(
+            f"{error} Let the parts of the unit that are called be units themselves: mark them "
+            "(`self.part = smp_strategy.unit(...)`), or name their classes in `unit_classes`."
+        )
+    parts.spread.restore("all")
+    parts.calls.give_back()
+    parts.calls.intercept(layout.units, module)
+    found = dry_run(first.step, first.microbatches[0], first.loss_of, parts.dry_run_input())
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    used = {id(each) for each in (*layout.used_by_glue, *found.used_by_glue)}
+    assert layout.partition is not None
+    _, names = agree_on(layout.partition, [name for name, tensor in tensors.items() if id(tensor) in used])
+    layout.used_by_glue = tuple(tensors[name] for name in names)
+    parts.report(
+        f"Code above the units computes with {len(names)} of their parameters (`{names[0]}`), for the first time in a "
+        f"step of the kind {first.kind}: every rank holds these as a whole. To have the parts that it calls "
+        "distributed as well, mark them with `smp_strategy.unit`."
+    )
 
 
 def _connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
@@ -258,6 +296,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         activations=_activations(parts, glue),
         reads_refused=local_model.reads_refused,
         parameters_refused=local_model.parameters_refused,
+        glue=glue,
         replicas=replicas_of(mesh),
         agree=partial(_agree, layout.group),
     )

@@ -17,7 +17,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches, notes_on_objects
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
@@ -135,7 +135,8 @@ def training_job(
         parts.has_counted = True
         if parts.mesh.shape.world_size > 1:
             parts.report(render_batch(total, parts.mesh.shape))
-        for note in notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums):
+        notes = notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums)
+        for note in (*notes, *notes_on_objects(microbatches)):
             parts.report(note)
         written, replicas = parts.layout.shape_inference.written_buffers, parts.mesh.dp
         replicas = replicas if parts.config.broadcast_buffers else 1

@@ -1,7 +1,8 @@
 """Parameters that code above the units writes to in a step: the teacher of a distillation, clipped weights.
 
-The step of a dry run writes to them for real, also through ``.data``, where no version tells of it. So their values are
-kept before the first write, and put back.
+The step of a dry run writes to them for real. So their values are kept before the first write, and put back. Versions
+tell of a write, also of one that leaves equal values (``lerp_`` of a teacher that begins equal to its student). Memory
+behind ``.data`` has a version of its own, so the tensors that the step gets there are kept as well.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ class WrittenWeights(TorchFunctionMode):
         self._known = known
         self._is_in_unit = is_in_unit
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._versions: dict[int, list[tuple[Tensor, int]]] = {}
         self.kept: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> Self:
@@ -59,12 +61,13 @@ class WrittenWeights(TorchFunctionMode):
             parameter = self._parameters[key]
             if parameter.data_ptr() != memory.data_ptr():
                 parameter.data = memory
-            elif torch.equal(memory, values):
+            elif torch.equal(memory, values) and all(seen._version == version for seen, version in self._versions[key]):
                 continue
             self.kept[key] = parameter
             self._known.add(parameter)
             memory.copy_(values)
         self._before.clear()
+        self._versions.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +75,10 @@ class WrittenWeights(TorchFunctionMode):
             for leaf in leaves_of(given_to(func, args, kwargs)):
                 if id(leaf) in self._parameters:
                     self._keep(leaf)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is _DATA.__get__ and id(args[0]) in self._before:
+            self._versions[id(args[0])].append((result, result._version))
+        return result
 
     def _keep(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._before and guard_of(parameter) is None and not parameter.is_meta:
@@ -80,6 +86,7 @@ class WrittenWeights(TorchFunctionMode):
                 # Unlike that of `detach()`, its version is its own: putting values back is no change.
                 memory = parameter.data
                 self._before[id(parameter)] = (memory, memory.clone())
+                self._versions[id(parameter)] = [(parameter, parameter._version)]
 
 
 def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:

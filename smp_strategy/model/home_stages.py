@@ -76,9 +76,9 @@ class HomeStages(Guard):
         stages = " and ".join(str(stage) for stage in sorted(self.holders))
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
-            f"{self.stage}, that of this rank. Compute with it in a step (without `skip_tracing`), or "
-            f"{words.in_hook}; to save the model, call {words.save_model} on all ranks; to have the whole "
-            'model after a run, set `restore_module="all"`.'
+            f"{self.stage}, that of this rank. Compute with it in a step (without `skip_tracing`) from the first of "
+            f"its kind on, or {words.in_hook}; to save the model, call {words.save_model} on all ranks; to have the "
+            'whole model after a run, set `restore_module="all"`.'
         )
 
     @property

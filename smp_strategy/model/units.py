@@ -9,8 +9,9 @@ Rules, in order:
 1. A module that the user marks with :func:`unit` or names in ``unit_classes`` stays whole, as does one whose class the
    model declares indivisible (``_no_split_modules`` of Hugging Face models), and PyTorch's own composite layers
    (``nn.TransformerEncoderLayer``, ``nn.MultiheadAttention`` ...).
-2. A module that holds a list of blocks somewhere below it (an ``nn.ModuleList`` or ``nn.Sequential`` of at least two
-   modules with children of their own) is glue; the rules apply to its children. Only the outermost lists count, unless
+2. A module that holds a module which the user has marked or named, or a list of blocks somewhere below it (an
+   ``nn.ModuleList`` or ``nn.Sequential`` of at least two modules with children of their own) is glue; the rules apply
+   to its children. Only the outermost lists count, unless
    they yield fewer blocks than there are stages: then the lists inside their blocks are opened as well.
 3. Any other module with parameters, or with batch statistics, is a unit (embedding, final norm, head, block). A
    module with constant buffers only (a mask, a rotary table) is glue: computing it everywhere is cheaper than sending
@@ -129,7 +130,7 @@ def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible"
     if (
         name
         and not _is_mere_list(module)
-        and (indivisible.holds(module) or not (depth and _has_blocks(module, indivisible)))
+        and (indivisible.holds(module) or not (depth and _is_opened(module, indivisible)))
     ):
         yield Unit(name, module)
         return
@@ -188,6 +189,12 @@ def _without_doubles(units: Iterable[Unit]) -> list[Unit]:
     return list(seen.values())
 
 
+def _is_opened(module: nn.Module, indivisible: "_Indivisible") -> bool:
+    """Whether the units are to be found inside of ``module``."""
+    marked = any(indivisible.is_asked_for(part) for part in module.modules() if part is not module)
+    return marked or _has_blocks(module, indivisible)
+
+
 def _has_blocks(module: nn.Module, indivisible: "_Indivisible") -> bool:
     return any(_is_block_list(child) for child in module.modules()) and not indivisible.holds(module)
 
@@ -220,6 +227,10 @@ class _Indivisible:
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` is not to be opened."""
         return self.reason(module) is not None
+
+    def is_asked_for(self, module: nn.Module) -> bool:
+        """Whether the user has named ``module``, or its class."""
+        return getattr(module, _MARK, False) or not self._by_user.isdisjoint(_class_names(module))
 
     def reason(self, module: nn.Module) -> str | None:
         """Reason not to open ``module``; ``None``: there is none."""

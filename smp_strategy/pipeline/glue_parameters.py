@@ -7,23 +7,31 @@ and its gradients are added up over the stages, like those of a parameter of the
 while their unit runs, and stay with it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.guarded_tensors import Guard
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.pytree import given_to, leaves_of
 from smp_strategy.model.units import Unit
 
-__all__ = ["GlueUses"]
+__all__ = ["GlueUses", "NewUseError"]
 
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 # Freezing needs no values.
 _SWITCHES = frozenset({_REQUIRES_GRAD.__set__, Tensor.requires_grad_})
+
+
+@final
+class NewUseError(UnsupportedError):
+    """Code above the units computes with a weight of a unit that some ranks do not have."""
 
 
 @final
@@ -36,17 +44,23 @@ class GlueUses(TorchFunctionMode):
         units: units whose parameters and tables are noted.
         running_unit: returns the unit whose code is running, if any.
         exposed: attributes that units set; told which of them are used.
+        lacking: names of tensors that some ranks do not have, by id; their use raises :class:`NewUseError`.
 
     Attributes:
         found: the tensors noted, by id.
     """
 
     def __init__(
-        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], exposed: ExposedAttributes
+        self,
+        units: Sequence[Unit],
+        running_unit: Callable[[], nn.Module | None],
+        exposed: ExposedAttributes,
+        lacking: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self._running_unit = running_unit
         self._exposed = exposed
+        self._lacking = lacking
         self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
         self.found: dict[int, Tensor] = {}
 
@@ -56,15 +70,24 @@ class GlueUses(TorchFunctionMode):
             unit = self._running_unit()
             used = given_to(func, args, kwargs)
             if unit is None:
-                self.note(used)
+                self.note(used, needs_values=func not in Guard.free)
             else:
                 self._exposed.refuse_use(unit, used)
         return func(*args, **kwargs)
 
-    def note(self, arguments: Any) -> None:
-        """Note the parameters and tables among ``arguments`` that the glue gives to an operation or to a unit."""
+    def note(self, arguments: Any, *, needs_values: bool = True) -> None:
+        """Note the parameters and tables among ``arguments`` that the glue gives to an operation or to a unit.
+
+        Raises:
+            NewUseError: some ranks do not have one of them, and the operation needs its values.
+        """
         self._exposed.use(arguments)
         for leaf in leaves_of(arguments):
+            if needs_values and id(leaf) in self._lacking:
+                raise NewUseError(
+                    f"The step computes with `{self._lacking[id(leaf)]}` outside of its unit, which no step did when "
+                    "weights were distributed, so that some ranks do not have it."
+                )
             if id(leaf) in self._meant:
                 self.found[id(leaf)] = leaf
 

@@ -45,7 +45,7 @@ from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere
+from smp_strategy.pipeline.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.sample_watch import SampleWatch
 from smp_strategy.pipeline.segments import cut_off
@@ -94,8 +94,7 @@ class MicrobatchInterpreter:
         self.program_trace = ProgramTrace(router, expected, stage.latest)
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
-        self.is_survey = stage.is_dry
-        self.closed = self.is_predicting = False
+        self.is_survey, self.closed, self.is_predicting = stage.is_dry, False, False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
         # The running autograd Function of the glue.
@@ -104,15 +103,10 @@ class MicrobatchInterpreter:
         self._gate = gate
         self.terms: ProgramTerms | SampleWatch | None = None
         self._current = current or CurrentProgram()
-        self._stage = stage.number
-        self._shape_inference = stage.shape_inference
-        self._make_known = stage.make_known
-        self._with_weights = stage.with_weights
-        self._activations = stage.activations
-        self._reads_refused = stage.reads_refused
-        self.parameters_refused = stage.parameters_refused
-        self._exposed = stage.exposed
-        self._rehearsal = stage.rehearsal
+        self._stage, self._shape_inference = stage.number, stage.shape_inference
+        self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
+        self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused
+        self._activations, self._exposed, self._rehearsal = stage.activations, stage.exposed, stage.rehearsal
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -236,12 +230,11 @@ class MicrobatchInterpreter:
             return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
         if prediction.changed:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
-            if plain and must_run_everywhere(name, leaves, prediction, plain):
+            if plain and must_run_everywhere(call, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
-            placed += [
-                place_plain(leaves[position], self, self.program_trace, self.graph, computes=self.computes_here)
-                for position in plain
-            ]
+            plain = [each for each in plain if becomes_placed(call, prediction, each, self._glue)]
+            trace, computes = self.program_trace, self.computes_here
+            placed += [place_plain(leaves[each], self, trace, self.graph, computes=computes) for each in plain]
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
@@ -285,7 +278,12 @@ class MicrobatchInterpreter:
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
             here = None if ran is None else (self.graph.current, ran.inputs[position])
-            take_change(leaves[position], value, spec, segment, here)
+            if isinstance(leaves[position], PlacedTensor):
+                take_change(leaves[position], value, spec, segment, here)
+                continue
+            changed = PlacedTensor(self, value, spec, segment)
+            changed.origin = changed.current = here
+            self.read("copy_", Tensor.copy_, (leaves[position], changed), {})
         return assemble(prediction, results, leaves, constants)
 
     def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:

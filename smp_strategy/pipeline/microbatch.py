@@ -28,7 +28,7 @@ from smp_strategy.model.samples import (
     visited,
 )
 
-__all__ = ["sizes_of", "split"]
+__all__ = ["holds_arrays", "sizes_of", "split"]
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
@@ -115,14 +115,36 @@ def _holds(leaf: Any, number: int | None) -> bool:
     """Whether an object that cannot be cut holds samples: an array with one entry per sample, or their offsets."""
     if is_list(leaf):
         return any(_holds(item, number) for item in leaf)
+    arrays = _arrays_in(leaf)
+    if number is None or not arrays:
+        return False
+    counted = {getattr(leaf, name, None) for name in ("num_graphs", "batch_size")}
+    is_told = any(count == number for count in counted) or any(_tells_sample(array, number) for array in arrays)
+    return is_told or not {number, number + 1}.isdisjoint(map(length_of, arrays))
+
+
+def holds_arrays(leaf: Any) -> bool:
+    """Whether an object has tensors or other arrays in its attributes."""
+    return bool(_arrays_in(leaf))
+
+
+def _arrays_in(leaf: Any) -> list[Any]:
     attributes = getattr(leaf, "__dict__", None)
     if not attributes or isinstance(leaf, (type, torch.nn.Module)) or callable(leaf):
-        return False
-    lengths: set[int | None] = set()
+        return []
+    found: list[Any] = []
     for value in _values_of(attributes):
-        visited(value, (), lambda path, item: lengths.add(length_of(item)) if is_array(item) else None)
-    counted = {getattr(leaf, name, None) for name in ("num_graphs", "batch_size")} if lengths else set()
-    return number is not None and bool(({number, number + 1} & lengths) or any(count == number for count in counted))
+        visited(value, (), lambda path, item: found.append(item) if is_array(item) else None)
+    return found
+
+
+def _tells_sample(array: Any, number: int) -> bool:
+    """Whether ``array`` has the sample of each of its entries: 0, 0, 0, 1, 1, 2 ... up to the last one."""
+    if not isinstance(array, Tensor) or array.ndim != 1 or not number > 1 or len(array) < number or array.is_meta:
+        return False
+    if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+        return False
+    return torch.equal(array.unique_consecutive(), torch.arange(number, device=array.device, dtype=array.dtype))
 
 
 def _values_of(attributes: dict[str, Any], depth: int = 3) -> list[Any]:

@@ -3,19 +3,24 @@
 ``out = torch.zeros(...); out[:, 0] = h`` begins with a tensor that exists everywhere and ends with one that depends on
 a unit. If gradients flow through it, the plain tensor becomes a placed one. Otherwise (a queue of keys, a running mean
 in a buffer) every stage gets the values and makes the change itself, so that buffers stay equal on all stages.
+
+A unit runs on one stage only. Without gradients a tensor of the step that it changes (the log determinant of a flow in
+validation) becomes a placed one as well; one that outlives the step gets its new values on every stage.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.distributed.torch_private import num_storage_uses
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Prediction
+from smp_strategy.model.trace.pytree import leaves_of
+from smp_strategy.pipeline.outcome import InterpretedCall
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["is_plain", "must_run_everywhere", "refuse_changed_plain"]
+__all__ = ["becomes_placed", "is_plain", "must_run_everywhere", "refuse_changed_plain"]
 
 # References to the memory of an unshared tensor: the tensor's own, and that of the storage object that is queried.
 UNSHARED = 2
@@ -26,35 +31,56 @@ def is_plain(leaf: Any) -> bool:
     return not isinstance(leaf, PlacedTensor) or leaf.memory.is_plain
 
 
-def must_run_everywhere(name: str, leaves: Sequence[Any], prediction: Prediction, plain: Sequence[int]) -> bool:
-    """Whether every stage should apply the operation, rather than one stage that has taken over the plain tensors.
+def must_run_everywhere(call: InterpretedCall, prediction: Prediction, plain: Sequence[int]) -> bool:
+    """Whether every stage should apply the operation, rather than one stage.
 
     Args:
-        name: name of the operation.
-        leaves: flattened arguments.
-        prediction: prediction of the operation.
+        call: the call.
+        prediction: its prediction.
         plain: positions of the plain tensors that it will change.
+
+    Raises:
+        UnsupportedError: a placed tensor shares memory with one of them.
+    """
+    _refuse_shared(call, plain)
+    results = [*prediction.made, *prediction.changed.values()]
+    return call.kind == "op" and not any(spec.requires_grad for spec in results)
+
+
+def becomes_placed(call: InterpretedCall, prediction: Prediction, position: int, glue: Sequence[nn.Module]) -> bool:
+    """Whether a plain tensor that one stage will change becomes a placed one; else every stage gets its new values.
+
+    Args:
+        call: the call.
+        prediction: its prediction.
+        position: position of the tensor.
+        glue: modules above the units, whose tensors outlive the step.
 
     Raises:
         UnsupportedError: neither is possible.
     """
-    if any(isinstance(leaves[position], PlacedTensor) for position in plain):
-        raise _refusal(name, leaves[plain[0]])
-    results = [*prediction.made, *prediction.changed.values()]
-    if not any(spec.requires_grad for spec in results):
+    tensor = call.leaves[position]
+    is_shared = tensor._is_view() or num_storage_uses(tensor) > UNSHARED
+    if call.kind == "op" or prediction.changed[position].requires_grad:
+        if is_shared:
+            raise _refusal(call.name, tensor)
         return True
+    return not is_shared and not any(tensor is each for module in glue for each in leaves_of(vars(module)))
+
+
+def refuse_changed_plain(call: InterpretedCall, prediction: Prediction) -> None:
+    """Refuse plain tensors that an unpredictable call has changed, with a gradient, on the one stage that ran it."""
+    plain = [position for position in prediction.changed if is_plain(call.leaves[position])]
+    _refuse_shared(call, plain)
     for position in plain:
-        tensor = leaves[position]
-        if tensor._is_view() or num_storage_uses(tensor) > UNSHARED:
-            raise _refusal(name, tensor)
-    return False
+        if prediction.changed[position].requires_grad:
+            raise _refusal(call.name, call.leaves[position])
 
 
-def refuse_changed_plain(name: str, leaves: Sequence[Any], prediction: Prediction) -> None:
-    """Refuse an unpredictable call that has changed plain tensors on the one stage that ran it."""
-    for position in prediction.changed:
-        if is_plain(leaves[position]):
-            raise _refusal(name, leaves[position])
+def _refuse_shared(call: InterpretedCall, plain: Sequence[int]) -> None:
+    """Refuse changes of placed tensors that share the memory of a plain one."""
+    if any(isinstance(call.leaves[position], PlacedTensor) for position in plain):
+        raise _refusal(call.name, call.leaves[plain[0]])
 
 
 def _refusal(name: str, tensor: Tensor) -> UnsupportedError:

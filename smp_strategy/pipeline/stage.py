@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
@@ -55,6 +56,8 @@ class Stage:
     """Reason why Python code must not see values in steps; empty: it may."""
     parameters_refused: str = ""
     """Reason why steps must not ask for gradients of parameters; empty: they may."""
+    glue: Sequence[nn.Module] = ()
+    """Modules above the units."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that stand for all ranks in the user's code."""
     agree: Callable[[bool], bool] = bool

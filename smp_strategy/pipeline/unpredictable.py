@@ -125,7 +125,7 @@ class UnpredictableCalls:
         if prediction is None:
             assert note.origin is not None
             prediction = decode(note.origin[1])
-        refuse_changed_plain(call.name, call.leaves, prediction)
+        refuse_changed_plain(call, prediction)
         values = [self._program_trace.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
         self._program_trace.complete(position, values, prediction)
         return Described(prediction, segment, values, ran)

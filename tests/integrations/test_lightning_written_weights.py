@@ -1,9 +1,12 @@
 """Steps that write to weights: a teacher that follows its student, and what dry runs leave of that."""
 
+import copy
+
 import pytest
 import torch
 from lightning_toy import error_of, on_ranks, quiet, shared_loader, toy_module, toy_trainer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 LAYOUTS = {
     "pp2": {"pipeline_parallel_degree": 2, "microbatches": 2},
@@ -29,12 +32,22 @@ def exchanged(teacher, student):
         old.data = 0.8 * old.data + 0.2 * new.data
 
 
-def train(folder, smp, follow, accumulates=1):
+def all_at_once(teacher, student):
+    with torch.no_grad():
+        torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.2)
+
+
+def averaged(teacher, student):
+    teacher.update_parameters(student)
+
+
+def train(folder, smp, follow, accumulates=1, apart=True, late=False):
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             wanted = self.teacher(batch[0])
         loss = self.loss(batch) + (self.net(batch[0]) - wanted).square().mean()
-        follow(self.teacher, self.net)
+        if self.global_step > 2 or not late:
+            follow(self.teacher, self.net)
         return loss
 
     module = toy_module(training_step=training_step)
@@ -44,19 +57,26 @@ def train(folder, smp, follow, accumulates=1):
         *(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
         *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)),
     ).requires_grad_(requires_grad=False)
+    if follow is averaged:  # its copy is not frozen, but no optimizer has it
+        module.teacher = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        trained = list(module.net.parameters())
+        module.configure_optimizers = lambda: torch.optim.SGD(trained, lr=0.1)
+    elif not apart:
+        module.teacher = copy.deepcopy(module.net).requires_grad_(requires_grad=False)
     options = {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
     trainer = toy_trainer(folder, smp=smp, accumulate_grad_batches=accumulates, **options)
     trainer.fit(module, shared_loader(trainer, smp, batch_size=8 // accumulates))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("follow", [in_place, by_data, exchanged])
-def test_a_teacher_follows_its_student_once_per_microbatch(tmp_path, follow):
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("follow", [in_place, by_data, exchanged, all_at_once, averaged])
+def test_a_teacher_follows_its_student_once_per_microbatch(tmp_path, follow, apart):
     with quiet():
-        (expected,) = on_ranks(train, 1, tmp_path, None, follow)
-        (in_halves,) = on_ranks(train, 1, tmp_path, None, follow, 2)
+        (expected,) = on_ranks(train, 1, tmp_path, None, follow, 1, apart)
+        (in_halves,) = on_ranks(train, 1, tmp_path, None, follow, 2, apart)
     for layout, smp in LAYOUTS.items():
-        for found in on_ranks(train, 2, tmp_path, smp, follow):
+        for found in on_ranks(train, 2, tmp_path, smp, follow, 1, apart):
             torch.testing.assert_close(
                 found,
                 in_halves if layout == "pp2" else expected,
@@ -68,6 +88,28 @@ def test_a_teacher_follows_its_student_once_per_microbatch(tmp_path, follow):
 
 def refused(folder, smp):
     return error_of(lambda: train(folder, smp, in_place))
+
+
+def trained_ones_refused(folder):
+    def follow(teacher, student):
+        in_place(student, teacher)
+
+    return error_of(lambda: train(folder, LAYOUTS["pp2"], follow))
+
+
+def test_weights_that_the_optimizer_trains_are_not_written_to(tmp_path):
+    for found in on_ranks(trained_ones_refused, 2, tmp_path):
+        assert "but the optimizer trains them" in found
+        assert "net.0.weight" in found
+
+
+def late_ones_refused(folder):
+    return error_of(lambda: train(folder, LAYOUTS["sdp2"], in_place, late=True))
+
+
+def test_a_teacher_that_begins_to_follow_later_is_refused_with_the_remedy(tmp_path):
+    for found in on_ranks(late_ones_refused, 2, tmp_path):
+        assert "or from the first step of its kind on" in found
 
 
 def test_without_a_dry_run_weights_of_other_stages_cannot_be_written_to(tmp_path):

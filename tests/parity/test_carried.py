@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
@@ -22,6 +22,7 @@ ENDLESS = itertools.cycle([0.1])
 TOTAL = 0.0
 NAMED = {"sum": 0.0}
 METER = SimpleNamespace(sum=0.0, count=0)
+CHUNKS = {"pipeline": "1f1b", "virtual_pipeline_degree": 2}
 
 
 class Net(Blocks):
@@ -182,8 +183,30 @@ STEPS = (
     *(scaled_by_the_last_loss, scaled_in_the_midst, another_way_every_other_time, warmed_up, by_what_was_noted),
     *(counts_everywhere, draws_of_its_own),
 )
+
+
+class WithStatistics(Net):
+    def __init__(self) -> None:
+        super().__init__(reference_with_statistics_of_now)
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.5)) for _ in range(4))
+        self.blocks = nn.ModuleList(layers)
+
+
+def reference_with_statistics_of_now(net: Any, x: Tensor) -> Tensor:
+    hidden = net.body(x)
+    net.blocks.eval()
+    with torch.no_grad():
+        reference = net.body(hidden)
+    net.blocks.train()
+    return mean_square(hidden - reference)
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKS], ids=["stages", "chunks"])
+def test_a_second_pass_in_evaluation_uses_the_statistics_of_its_microbatch(options):
+    check(Case(WithStatistics, options=options), 2, (2,))
+
+
 CASES = {step.__name__: Case(lambda step=step: Net(step), differs=REUSED) for step in STEPS}
-CHUNKS = {"pipeline": "1f1b", "virtual_pipeline_degree": 2}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.engine.microbatch_notes import note_on_comparison, notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import (
+    note_on_comparison,
+    notes_on_buffers,
+    notes_on_microbatches,
+    notes_on_objects,
+)
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.shape_inference import ShapeInference
@@ -51,6 +56,22 @@ def test_a_loss_that_is_a_sum_is_told_unless_losses_are_added_up():
     )
     assert "about 1/2 of it. Use `reduction='mean'`, or set `microbatches=1`." in note
     assert notes(module, (4, 4), averages=False) == []
+
+
+class Graph:
+    def __init__(self):
+        self.edges = torch.zeros(2, 5)
+
+
+def test_objects_that_all_microbatches_share_are_told_if_they_hold_tensors():
+    graph, settings, x = Graph(), object(), torch.zeros(4)
+    (note,) = notes_on_objects(
+        [{"x": x[:2], "graph": graph, "is": settings}, {"x": x[2:], "graph": graph, "is": settings}]
+    )
+    assert note.startswith("`batch['graph']` (Graph) holds tensors, none of them with an entry per sample")
+    assert "each of the 2 microbatches gets all of it" in note
+    for others in ([x, x], [(x, Graph()), (x, Graph())], [{"graph": graph}]):
+        assert list(notes_on_objects(others)) == []
 
 
 def test_buffers_that_layers_update_are_told_with_the_rule():

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.model.units import choose_units
+from smp_strategy.model.units import choose_units, unit
 
 
 def names(root: nn.Module, num_stages: int = 1) -> list[str]:
-    return [unit.name for unit in choose_units(root, num_stages)]
+    return [each.name for each in choose_units(root, num_stages)]
 
 
 class Block(nn.Module):
@@ -69,6 +69,19 @@ def test_parameters_of_no_unit_belong_to_the_glue():
     model = GPT()
     owned = {id(p) for unit in choose_units(model) for p in unit.module.parameters()}
     assert [name for name, p in model.named_parameters() if id(p) not in owned] == ["position"]
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_module_around_a_marked_one_is_opened(by_class):
+    class Encoder(nn.Sequential):
+        pass
+
+    model = nn.Module()
+    model.net = nn.Sequential(Encoder(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert names(model) == ["net"]
+    if not by_class:
+        unit(model.net[0])
+    assert [each.name for each in choose_units(model, 1, ["Encoder"] if by_class else [])] == ["net.0", "net.1"]
 
 
 def test_a_module_that_is_registered_twice_is_one_unit():

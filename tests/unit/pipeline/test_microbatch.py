@@ -216,6 +216,27 @@ def test_an_object_that_cuts_itself_can_be_the_whole_batch():
     assert sizes == (1, 1)
 
 
+class Nodes:
+    """A graph of several samples, with tensors of nodes only."""
+
+    def __init__(self, **tensors):
+        vars(self).update(tensors)
+
+
+@pytest.mark.parametrize("index", [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+def test_an_object_that_tells_the_sample_of_each_entry_is_refused(index):
+    graph = Nodes(x=torch.zeros(6, 3), batch=torch.tensor(index))
+    with pytest.raises(UnsupportedError, match=r"`batch\[0\]` .*Nodes.*smp_slice"):
+        split((graph, torch.zeros(2, 1)), 2)
+
+
+@pytest.mark.parametrize("index", [[0, 1, 0, 1, 0, 1], [0, 0, 1, 1, 2, 2], [1, 1, 1, 2, 2, 2]])
+def test_an_object_with_other_tensors_goes_to_every_microbatch(index):
+    graph = Nodes(x=torch.zeros(6, 3), kinds=torch.tensor(index))
+    parts, _ = split((graph, torch.zeros(2, 1)), 2)
+    assert [part[0] for part in parts] == [graph, graph]
+
+
 def test_tensors_that_disagree_on_the_number_of_samples_are_refused():
     with pytest.raises(
         UnsupportedError, match=r"4 samples \(`batch\['x'\]`\), but `batch\['weights'\]` .*\[10\].*`microbatches=1`"
