@@ -23,7 +23,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.accelerate.shared_states import on_every_rank
+from smp_strategy.integrations.saved_models.shared_states import on_every_rank
 from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]

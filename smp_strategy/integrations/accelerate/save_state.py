@@ -6,8 +6,8 @@ library resumes from checkpoints of the other. Two small files are added:
 of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
 With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
-:data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`; everything else is as before. Any run reads either
-form.
+:data:`~smp_strategy.integrations.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
+either form.
 
 With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accelerate.logging import get_logger
-from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME
+from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_for_safetensors
 from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
@@ -33,9 +33,10 @@ from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
-from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel
 
 __all__ = ["StateFolderHooks"]
 
@@ -136,7 +137,7 @@ class StateFolderHooks(SavingHooks):
         if safe_serialization and not hooks and self._smp_writes_together(save):
             spread = {number: found for number, model in models.items() if (found := self._smp_spread(model))}
             for number, found in spread.items():
-                found.write_file(save.folder / state_files.name(f"{SAFE_MODEL_NAME}.safetensors", number))
+                _write_file(found, save.folder / state_files.name(f"{SAFE_MODEL_NAME}.safetensors", number))
                 del models[number]
         whole = {
             number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
@@ -355,6 +356,14 @@ class StateFolderHooks(SavingHooks):
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
         return folders.newest(Path(self.project_dir) / "checkpoints")
+
+
+def _write_file(model: SpreadModel, path: Path) -> None:
+    """Write the weights to one file of safetensors, in a folder that global rank 0 sees. Collective."""
+    state, entries = model.collected()
+    notes = FileNotes(path.parent)
+    notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
+    state.write(notes.files, path.parent, writers=[0])
 
 
 def _verify(folder: Path) -> None:

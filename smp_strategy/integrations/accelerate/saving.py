@@ -4,7 +4,7 @@ State dicts have whole tensors under plain names, and loading accepts those of p
 the shards, one tensor at a time. Only if they are written later, by hooks or on each node are the shards gathered on
 global rank 0 (with ``save_on_each_node`` on the first rank of each node); the other ranks wait, and fail if it fails.
 Files are written beside their place and moved there when they are complete
-(:mod:`smp_strategy.integrations.accelerate.state_folders`). Resuming a run:
+(:mod:`smp_strategy.integrations.saved_models.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
@@ -29,13 +29,19 @@ from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
-from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.accelerate.session import HookBase
-from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
-from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, library_of, pretrained_parts
+from smp_strategy.integrations.saved_models.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.integrations.saved_models.spread_saving import (
+    FileNotes,
+    SpreadModel,
+    gathered_state,
+    spread_model,
+    write_together,
+)
 from smp_strategy.model.patching import Patches
 
 __all__ = ["OWN_FILE", "SavingHooks"]
@@ -70,8 +76,10 @@ class SavingHooks(HookBase):
                 load=partial(self.load_model_state_dict, model),
             )
             self.smp.state_calls.append(calls)
-            ways = partial(self._smp_spread, model), partial(self._smp_whole_sizes, model)
-            self.smp.pretrained_calls.append(PretrainedCalls(model, *ways))
+            for _, part in pretrained_parts(self.unwrap_model(model)):
+                if library_of(part) is not None:  # others ask for `state_dict`
+                    ways = partial(self._smp_spread, part), partial(self._smp_whole_sizes, part)
+                    self.smp.pretrained_calls.append(PretrainedCalls(part, *ways))
         return model
 
     def free_memory(self, *objects: Any) -> Any:
@@ -113,7 +121,7 @@ class SavingHooks(HookBase):
         """Gather the full state dict on global rank 0. Collective."""
         meet(call)
         with self._smp_aside():
-            return full_states.model_state(self.smp.engine, path)
+            return gathered_state(self.smp.engine, path)
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
@@ -265,10 +273,7 @@ class SavingHooks(HookBase):
         place = self._smp_place(model)
         if place is None:
             return None
-        place.engine.saved.check_values()
-        if not place.engine.is_spread:
-            return None
-        return SpreadModel(place.engine, place.path, self._smp_aside)
+        return spread_model(place.engine, place.path, self._smp_aside)
 
     def _smp_whole_sizes(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which parameters of ``model`` have the sizes of the whole model."""

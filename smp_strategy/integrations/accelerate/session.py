@@ -28,8 +28,8 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]

@@ -3,7 +3,7 @@
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate import state_folders as folders
+from smp_strategy.integrations.saved_models import state_folders as folders
 
 
 def checkpoints(folder, *numbers):
