@@ -50,6 +50,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not (self.gradient_state.sync_gradients and self.smp.has_engine):
             return super().step(closure)
         refuse_step_without_sync(self.smp)
+        self.smp.main_calls.begin_round()
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
             # Gradients of the closure must be final before the optimizer reads them.
@@ -82,7 +83,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not self.smp.has_engine:
             switch()
             return
-        meet(f"optimizer.{mode}")
+        with self.smp.main_calls.together():
+            meet(f"optimizer.{mode}")
         with self.smp.engine.changing_weights(self.optimizer):
             switch()
 
@@ -101,8 +103,9 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        meet("optimizer.state_dict")
-        return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
+        with self.smp.main_calls.together():
+            meet("optimizer.state_dict")
+            return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's shard of a full optimizer state."""

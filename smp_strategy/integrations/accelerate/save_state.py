@@ -68,10 +68,22 @@ class StateFolderHooks(SavingHooks):
         Returns:
             The folder.
         """
-        meet("accelerator.save_state")
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        self.smp.settle()
+        given = None if output_dir is None else os.fspath(output_dir)
+        with self.smp.main_calls.together(("accelerator.save_state", given, safe_serialization)):
+            meet("accelerator.save_state")
+            self.smp.settle()
+            return self._smp_save_state(given, safe_serialization=safe_serialization)
+
+    def _smp_take_part(self, call: tuple[Any, ...]) -> None:
+        if call[0] == "accelerator.save_state":
+            self.save_state(*call[1:])
+        else:
+            super()._smp_take_part(call)
+
+    def _smp_save_state(self, output_dir: str | None, *, safe_serialization: bool) -> Path:
+        """Write a checkpoint. Collective."""
         target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
         is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
         if is_sharded:
@@ -232,11 +244,18 @@ class StateFolderHooks(SavingHooks):
         Raises:
             CheckpointError: a file is damaged, or names code.
         """
-        meet("accelerator.load_state")
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        self.smp.settle()
+        with self.smp.main_calls.together():
+            meet("accelerator.load_state")
+            self.smp.settle()
+            self._smp_load_state(input_dir, load_kwargs or {}, strict=options.get("strict", True))
+
+    def _smp_load_state(
+        self, input_dir: str | os.PathLike[str] | None, load_kwargs: dict[str, Any], *, strict: bool
+    ) -> None:
+        """Load a checkpoint. Collective."""
         folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
         with alike(f"verifying {folder}"):
@@ -251,7 +270,7 @@ class StateFolderHooks(SavingHooks):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
-            self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
+            self._smp_load(folder, models, load_kwargs, strict=strict)
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
         """Load this rank's shard of ``folder``; hooks may have loaded some models already."""

@@ -10,7 +10,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -175,8 +175,10 @@ class TrainingHooks(HookBase):
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
         # `model.forward` now has Accelerate's autocast around it, which calls keep; `own` is what `remove` restores.
-        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own)
+        hears = self.smp.main_calls.pass_by
+        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own, hears)
         self.smp.calls.install()
+        self.smp.main_calls.begin()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = UnpreparedOptimizers(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
@@ -305,6 +307,7 @@ class TrainingHooks(HookBase):
 
     def free_memory(self, *objects: Any) -> Any:
         """Release everything that is prepared; a model stays spread over the ranks until it is prepared again."""
+        self.smp.main_calls.end()
         self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
@@ -316,6 +319,7 @@ class TrainingHooks(HookBase):
 
     def end_training(self) -> None:
         """End trackers, and restore the model as option ``restore_module`` says. Collective."""
+        self.smp.main_calls.end()
         self.smp.settle()
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
@@ -348,6 +352,9 @@ class TrainingHooks(HookBase):
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
         if hasattr(sys, "last_value"):  # an uncaught error: other ranks may never come to a collective
             return
+        with suppress(RuntimeError):  # a rank that has failed says so itself
+            self.smp.main_calls.end()
+            self.smp.main_calls.arrive()
         self.smp.close()
         if dist.is_initialized():
             dist.destroy_process_group()

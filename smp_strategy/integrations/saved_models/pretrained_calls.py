@@ -20,12 +20,12 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch.distributed as dist
 from torch import nn
@@ -49,6 +49,10 @@ _NEEDS_VALUES = {
 }
 _CONVERSION = "path_initial_model_for_weight_conversion"
 _CARD = "README.md"
+# Names of the collective calls.
+_WRITTEN: Final = "model.save_pretrained"
+_GATHERED: Final = "model.save_pretrained, which needs values"
+_UPLOAD: Final = "model.push_to_hub"
 
 
 def library_of(model: nn.Module) -> ModuleType | None:
@@ -74,6 +78,7 @@ class PretrainedCalls:
         model: Model of transformers or of PEFT, or another one with ``save_pretrained``.
         spread: Returns the partitioned model, or ``None`` while this rank has all of it.
         whole_sizes: Makes a context in which its parameters have the sizes of the whole model.
+        together: Makes a context of a call of all ranks, which another rank also makes by :meth:`take_part`.
 
     Attributes:
         model: As given.
@@ -84,7 +89,10 @@ class PretrainedCalls:
         model: nn.Module,
         spread: Callable[[], SpreadModel | None],
         whole_sizes: Callable[[], AbstractContextManager[None]],
+        *,
+        together: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._together = together
         self.model = model
         self._spread = spread
         self._whole_sizes = whole_sizes
@@ -128,9 +136,10 @@ class PretrainedCalls:
             self._own(save_directory, **options)  # perhaps on one rank only
             return
         if self._needs_values(options):
-            state = spread.gathered()
-            with alike(f"saving to {save_directory}"):
-                self._own(save_directory, **{**options, "state_dict": state})
+            with self._together(_GATHERED):
+                state = spread.gathered()
+                with alike("saving a model"):
+                    self._own(save_directory, **{**options, "state_dict": state})
             return
         is_main = options.pop("is_main_process", True)
         options.pop("state_dict", None)
@@ -141,7 +150,21 @@ class PretrainedCalls:
             return self._plan(Path(save_directory), staging, entries, options)
 
         target = Path(save_directory) if is_main else None
-        write_together("model.save_pretrained", spread, target, plan, replaces=replaces)
+        with self._together(_WRITTEN):
+            write_together(_WRITTEN, spread, target, plan, replaces=replaces)
+
+    def take_part(self, call: str) -> None:
+        """Make a ``call`` of the main process with it. Collective."""
+        spread = self._spread()
+        assert spread is not None
+        if call == _UPLOAD:
+            self._push_to_hub()
+        elif call == _WRITTEN:
+            write_together(_WRITTEN, spread, None, lambda *_: FileNotes(Path()))
+        else:
+            spread.gathered()
+            with alike("saving a model"):
+                pass
 
     def _save_on_first(self, spread: SpreadModel, save_directory: Any, *arguments: Any, **options: Any) -> None:
         """Save by the model's own method on global rank 0. Collective, unless that rank has the whole model."""
@@ -149,7 +172,7 @@ class PretrainedCalls:
             if dist.get_rank() == 0:
                 self._own(save_directory, *arguments, **options)
             return
-        meet("model.save_pretrained")
+        meet(_WRITTEN)
         state = spread.gathered_on_first()
         with alike(f"saving to {save_directory}"), Patches() as patches:
             if dist.get_rank() == 0:
@@ -160,6 +183,10 @@ class PretrainedCalls:
         """Save on all ranks, and upload from the first one, which other ranks wait for. Collective."""
         if self._spread() is None:
             return self._own_push(*arguments, **options)
+        with self._together(_UPLOAD):
+            return self._uploaded(*arguments, **options)
+
+    def _uploaded(self, *arguments: Any, **options: Any) -> Any:
         is_first, uploaded = dist.get_rank() == 0, None
         sizes = {name: options[name] for name in ("max_shard_size",) if name in options}
         with ExitStack() as stack:
