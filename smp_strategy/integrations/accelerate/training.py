@@ -7,7 +7,6 @@ partitioned until a trained one comes.
 """
 
 import gc
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.distributed.crash_report import has_crashed
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
@@ -350,7 +350,7 @@ class TrainingHooks(HookBase):
             self.smp.background.wait()
         except Exception as error:
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
-        if hasattr(sys, "last_value"):  # an uncaught error: other ranks may never come to a collective
+        if has_crashed():  # other ranks may never come to a collective
             return
         with suppress(RuntimeError):  # a rank that has failed says so itself
             self.smp.main_calls.end()
