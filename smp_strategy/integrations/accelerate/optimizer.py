@@ -40,10 +40,16 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
     """
 
     def __init__(
-        self, optimizer: Optimizer, session: Session, *, device_placement: bool, scaler: GradScaler | None
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        *,
+        device_placement: bool,
+        scaler: GradScaler | None,
+        number: int = 0,
     ) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
-        self.smp = session
+        self.smp, self._number = session, number
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if this call ends an accumulation window."""
@@ -103,7 +109,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        with self.smp.main_calls.together():
+        with self.smp.main_calls.together(("optimizer.state_dict", self._number)):
             meet("optimizer.state_dict")
             return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 

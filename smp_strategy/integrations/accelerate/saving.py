@@ -102,6 +102,9 @@ class SavingHooks(HookBase):
     def _smp_take_part(self, call: tuple[Any, ...]) -> None:
         """Make a call of the main process with it. Collective."""
         name, path, *arguments = call
+        if name == "optimizer.state_dict":
+            self._optimizers[path].state_dict()
+            return
         if name in ("accelerator.get_state_dict", "model.state_dict"):
             self._smp_everywhere(name, path)
             return

@@ -222,6 +222,7 @@ class TrainingHooks(HookBase):
             self.smp,
             device_placement=self.device_placement if device_placement is None else device_placement,
             scaler=self._smp_scaler,
+            number=len(self._optimizers),
         )
         self._optimizers.append(prepared)
         self._smp_attach()

@@ -1,7 +1,12 @@
 """Which folder of checkpoints is written or read, and that none looks complete before it is."""
 
+import contextlib
+import os
+import signal
+
 import pytest
 
+from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.saved_models import state_folders as folders
 
@@ -36,9 +41,76 @@ def test_what_is_written_is_not_among_the_checkpoints_before_it_is_complete(tmp_
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_what_an_earlier_call_has_left_is_forgotten(tmp_path):
-    (folders.begin(tmp_path / "state") / "old").write_text("1")
-    assert not any(folders.begin(tmp_path / "state").iterdir())
+def begun_in_a_process_that_is_killed(target):
+    """The staging folder of a process that has ended without a word."""
+    if (pid := os.fork()) == 0:
+        (folders.begin(target) / "old").write_text("1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("name", ["state", "checkpoints/checkpoint_1"])
+def test_what_killed_processes_have_left_is_deleted(name, tmp_path):
+    begun_in_a_process_that_is_killed(tmp_path / name)
+    left = list(tmp_path.rglob("old"))
+    assert len(left) == 1
+    staging = folders.begin(tmp_path / name)
+    assert not any(staging.iterdir())
+    assert not list(tmp_path.rglob("old"))
+
+
+def test_two_savers_of_one_name_do_not_meet(tmp_path):
+    first, second = folders.begin(tmp_path / "state"), folders.begin(tmp_path / "state")
+    for name in ("weights", "optimizer"):
+        (first / name).write_text("first")
+        (second / name).write_text("second")
+    folders.move_in(second, tmp_path / "state")
+    assert {each.read_text() for each in (tmp_path / "state").iterdir()} == {"second"}
+    folders.move_in(first, tmp_path / "state", replaces="weights|optimizer")
+    assert {each.read_text() for each in (tmp_path / "state").iterdir()} == {"first"}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", range(7))
+def test_a_save_that_is_killed_among_files_of_the_user_is_the_old_one_or_the_new_one(moment, tmp_path, monkeypatch):
+    """And is ended by the next reader, also if that is killed."""
+    target, index = tmp_path / "state", "model.safetensors.index.json"
+    old = {index: "old", "model-00001-of-00001.safetensors": "old", "optimizer_1.bin": "old", "mine.txt": "mine"}
+    new = {index: "new", "model-00001-of-00001.safetensors": "new", "optimizer.bin": "new"}
+    target.mkdir()
+    for name, text in old.items():
+        (target / name).write_text(text)
+    staging = folders.begin(target)
+    for name, text in new.items():
+        (staging / name).write_text(text)
+    calls = []
+
+    def stopping(original):
+        def call(*args, **kwargs):
+            if len(calls) == moment:
+                raise Killed
+            calls.append(original)
+            return original(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patches:
+        patches.setattr(commit.os, "replace", stopping(os.replace))
+        patches.setattr(commit.os, "rename", stopping(os.rename))
+        patches.setattr(commit, "_is_alive", lambda *_: False)
+        with contextlib.suppress(Killed):
+            folders.move_in(staging, target, replaces=rf"{folders.STATES}|{folders.WEIGHTS}")
+        calls[:] = [None] * (moment - 1)  # the reader is killed at its next step but one
+        with contextlib.suppress(Killed):
+            commit.recover(target)
+    monkeypatch.setattr(commit, "_is_alive", lambda *_: False)
+    commit.recover(target)
+    found = {each.name: each.read_text() for each in target.iterdir()}
+    assert found in (old, {**new, "mine.txt": "mine"})
+    assert found != old or moment == 0
 
 
 def test_files_are_moved_into_a_folder_that_exists(tmp_path):
