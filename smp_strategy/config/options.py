@@ -56,8 +56,9 @@ class PipelineOptions:
     microbatches: int | None = None
     """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
     active_microbatches: int | None = None
-    """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
-    (``interleaved``: number of stages + 2)."""
+    """Most microbatches in flight on a rank. ``None``: as the schedule needs (``interleaved``: stages + 2)."""
+    share_batches: bool = False
+    """The first rank of a replica sends its batches to the others, whose datasets may give other samples."""
     pipeline: Schedule = "interleaved"
     """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
     ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
@@ -84,9 +85,12 @@ class PipelineOptions:
                 f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
                 "actions for each of them. Choose about 4 times the number of stages."
             )
-        found += one_of(self, "pipeline", typing.get_args(Schedule))
-        found += one_of(self, "stage_transport", typing.get_args(StageTransport))
-        found += one_of(self, "loss_weighting", typing.get_args(LossWeighting))
+        for name, words in (
+            ("pipeline", Schedule),
+            ("stage_transport", StageTransport),
+            ("loss_weighting", LossWeighting),
+        ):
+            found += one_of(self, name, typing.get_args(words))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
         if not known:

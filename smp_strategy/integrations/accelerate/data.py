@@ -133,7 +133,8 @@ class _ReplicaStream(DataReaders):
 
     def __init__(self, session: Session) -> None:
         ranks = session.data_ranks()[session.data_rank]
-        super().__init__(ranks, session.rank, lambda: session.data_groups.reading_group, advice=_ADVICE)
+        shares = session.config.share_batches
+        super().__init__(ranks, session.rank, lambda: session.data_groups.reading_group, advice=_ADVICE, shares=shares)
         self._device, self._pass_by = session.device, session.main_calls.pass_by
 
     def begin(self, *generators: torch.Generator) -> None:
@@ -153,9 +154,13 @@ class _ReplicaStream(DataReaders):
         self._pass_by()
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
         """Compare the first batches. Collective."""
-        self.check(batch)
+        return self.agreed(batch, read)
+
+    def ended(self) -> None:
+        """Compare the ends of short passes. Collective."""
+        self.agree_on_end()
 
 
 @final
