@@ -89,7 +89,9 @@ class MainProcessCalls:
         """Context of a call that all ranks make.
 
         Args:
-            call: Its name and plain arguments by which others can take part in it; default: they cannot.
+            call: Its name, what it is about, and plain arguments by which others can take part in it; default: they
+                cannot. A call of the main process with the same name, about the same, counts as this one: if it was
+                another, the others take part in this one later.
         """
         self._meet(call)
         with self._joint():
@@ -105,7 +107,7 @@ class MainProcessCalls:
         if dist.get_rank() == 0:
             self._say(call)
             return
-        while (said := self._heard())[0] not in (call[0], *_MEETS):
+        while (said := self._heard()) != _MEETS and said[:2] != call[:2]:
             if said != _PASSES:
                 self._join(said)
 

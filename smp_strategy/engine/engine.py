@@ -40,6 +40,7 @@ from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
+from smp_strategy.engine.microbatch_notes import told_of_microbatches
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
@@ -103,7 +104,7 @@ class Engine:
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.num_updates = 0
         self.outcome = RunOutcome()
-        self._kinds: set[str] = set()
+        self._kinds, self._sizes = set[str](), tuple[int, ...]()  # of steps; samples in each microbatch
 
     # Setting up
 
@@ -297,11 +298,13 @@ class Engine:
 
         Before the first step, the trace of this run decides the partition.
         """
-        first = FirstStep("train", self._in_precision(step), cut(self._parts, batch, "look", self.known)[0], loss_of)
-        if self._calls.runtime is None:
-            self._prepare(*first)
-        else:
-            new_step_kinds.look(self._parts, first)
+        microbatches, sizes = cut(self._parts, batch, "look", self.known)
+        first = FirstStep("train", self._in_precision(step), microbatches, loss_of)
+        with told_of_microbatches(sizes):
+            if self._calls.runtime is None:
+                self._prepare(*first)
+            else:
+                new_step_kinds.look(self._parts, first)
 
     # Every step
 
@@ -341,10 +344,12 @@ class Engine:
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
         """Prepare a step; returns ``step`` in its precision, the microbatches and their sizes."""
         microbatches, sizes = cut(self._parts, batch, kind, self.known, is_joint=is_joint)
+        self._sizes = sizes
         step = self._in_precision(step)
         if self._parts.local_model is not None:
             self._parts.local_model.refuse_broken_update()
-        self._prepare(kind, step, microbatches, loss_of)
+        with told_of_microbatches(sizes):
+            self._prepare(kind, step, microbatches, loss_of)
         return step, microbatches, sizes
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
@@ -401,7 +406,7 @@ class Engine:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        with self.outcome.noted(), self._parts.carried.compared(self.mesh):
+        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.compared(self.mesh):
             yield
             self._parts.loss_weighting.end()
 

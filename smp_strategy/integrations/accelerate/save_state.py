@@ -71,14 +71,14 @@ class StateFolderHooks(SavingHooks):
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
         given = None if output_dir is None else os.fspath(output_dir)
-        with self.smp.main_calls.together(("accelerator.save_state", given, safe_serialization)):
+        with self.smp.main_calls.together(("accelerator.save_state", "", given, safe_serialization)):
             meet("accelerator.save_state")
             self.smp.settle()
             return self._smp_save_state(given, safe_serialization=safe_serialization)
 
     def _smp_take_part(self, call: tuple[Any, ...]) -> None:
         if call[0] == "accelerator.save_state":
-            self.save_state(*call[1:])
+            self.save_state(*call[2:])
         else:
             super()._smp_take_part(call)
 

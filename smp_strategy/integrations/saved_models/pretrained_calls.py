@@ -20,7 +20,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,7 +133,8 @@ class PretrainedCalls:
                 f'model: with `restore_module="all"`, after {door_words().end_of_run}.'
             )
         if options.get("state_dict") is not None:
-            self._own(save_directory, **options)  # perhaps on one rank only
+            with self._parts_give_names():
+                self._own(save_directory, **options)  # perhaps on one rank only
             return
         if self._needs_values(options):
             with self._together(_GATHERED):
@@ -215,14 +216,20 @@ class PretrainedCalls:
     def _plan(self, target: Path, staging: Path, entries: dict[str, Any], options: dict[str, Any]) -> FileNotes:
         """Let the library prepare all files; those of tensors are noted."""
         notes = FileNotes(staging)
-        with Patches() as patches, notes.instead_of(self._library, "safe_save_file"):
-            for part in self.model.modules():
-                if part is not self.model:  # PEFT asks those that it saves whole (`modules_to_save`) for names
-                    patches.put(part, "state_dict", partial(_without_values, part.state_dict))
+        with self._parts_give_names(), notes.instead_of(self._library, "safe_save_file"):
             if self._is_adapter and (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
                 shutil.copyfile(target / _CARD, staging / _CARD)
             self._own(str(staging), state_dict=entries, is_main_process=True, **options)
         return notes
+
+    @contextmanager
+    def _parts_give_names(self) -> Iterator[None]:
+        """Context in which PEFT may ask modules that it saves whole (`modules_to_save`) for the names of weights."""
+        with Patches() as patches:
+            for part in self.model.modules():
+                if part is not self.model:
+                    patches.put(part, "state_dict", partial(_without_values, part.state_dict))
+            yield
 
 
 def _without_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

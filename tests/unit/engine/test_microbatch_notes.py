@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches
+from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches, told_of_microbatches
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.shape_inference import ShapeInference
@@ -90,3 +91,21 @@ def test_dry_runs_find_the_buffers_that_layers_update():
     found.predict(Callee("unit", unit.forward, unit.train()), leaves, structure)
     assert found.written_buffers == {"unit.code"}
     assert not unit.code.any()
+
+
+@pytest.mark.parametrize(
+    ("error", "sizes", "is_told"),
+    [
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (6)"), (2, 2), True),
+        (ValueError("Expected input batch_size (4) to match target batch_size (2): shapes differ"), (2, 2), True),
+        (IndexError("index 5 is out of bounds for dimension 0 with size 3"), (3, 2), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (6)"), (4,), False),
+        (ValueError("a mistake of the user"), (2, 2), False),
+        (UnsupportedError("shapes of microbatches"), (2, 2), False),
+    ],
+)
+def test_an_error_about_shapes_says_that_the_step_sees_parts_of_the_batch(error, sizes, is_told):
+    with pytest.raises(type(error)) as raised, told_of_microbatches(sizes):
+        raise error
+    notes = " ".join(getattr(raised.value, "__notes__", ()))
+    assert ("`lengths.max()`" in notes and "`microbatches=1`" in notes) == is_told
