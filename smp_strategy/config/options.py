@@ -85,15 +85,11 @@ class PipelineOptions:
                 f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
                 "actions for each of them. Choose about 4 times the number of stages."
             )
-        for name, words in (
-            ("pipeline", Schedule),
-            ("stage_transport", StageTransport),
-            ("loss_weighting", LossWeighting),
-        ):
-            found += one_of(self, name, typing.get_args(words))
+        words = {"pipeline": Schedule, "stage_transport": StageTransport, "loss_weighting": LossWeighting}
+        for name, known in words.items():
+            found += one_of(self, name, typing.get_args(known))
         found += self._wrong_chunks()
-        known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
-        if not known:
+        if self.placement_strategy not in ("cluster", "spread") and sorted(self.placement_strategy) != ["D", "P", "T"]:
             found.append(
                 "`placement_strategy` must be `cluster`, `spread` or a permutation of the letters D, P and T, "
                 f"but is {self.placement_strategy!r}."

@@ -151,17 +151,22 @@ class MainProcessCalls:
         """The next message of the main process in this round."""
         assert self._round is not None
         while True:
-            head = torch.zeros(3, dtype=torch.int64, device="cpu")
-            needs = [[Condition(0, _CHANNEL, watch_of().count(_CHANNEL, _DOING))]]
-            with watch_of().waiting(lambda needs=needs: needs, _world(), _DOING):
-                pending_messages.receive(head, 0, MAIN_PROCESS, _world())()
-                *number, size = head.tolist()
-                content = torch.empty(max(size, 0), dtype=torch.uint8, device="cpu")
-                if size > 0:
-                    pending_messages.receive(content, 0, MAIN_PROCESS, _world())()
-            # A round that an error has ended on some ranks only is over.
-            if tuple(number) >= self._round:
-                return pickle.loads(content.numpy().tobytes()) if size > 0 else _WORDS[-1 - size]
+            number, said = self._received()
+            if number >= self._round:  # else it is of a round that an error has ended on some ranks only
+                return said
+
+    def _received(self) -> tuple[tuple[int, int], Any]:
+        """The next message, and its round."""
+        head = torch.zeros(3, dtype=torch.int64, device="cpu")
+        needs = [[Condition(0, _CHANNEL, watch_of().count(_CHANNEL, _DOING))]]
+        with watch_of().waiting(lambda: needs, _world(), _DOING):
+            pending_messages.receive(head, 0, MAIN_PROCESS, _world())()
+            begins, number, size = head.tolist()
+            if size < 0:
+                return (begins, number), _WORDS[-1 - size]
+            content = torch.empty(size, dtype=torch.uint8, device="cpu")
+            pending_messages.receive(content, 0, MAIN_PROCESS, _world())()
+        return (begins, number), pickle.loads(content.numpy().tobytes())
 
 
 def _world() -> dist.ProcessGroup:

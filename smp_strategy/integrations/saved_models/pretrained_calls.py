@@ -90,7 +90,7 @@ class PretrainedCalls:
         spread: Callable[[], SpreadModel | None],
         whole_sizes: Callable[[], AbstractContextManager[None]],
         *,
-        together: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        together: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext(),
     ) -> None:
         self._together = together
         self.model = model
