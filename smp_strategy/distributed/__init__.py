@@ -12,6 +12,7 @@ Reading order:
 * ``shared_arena``, ``first_fit``: memory that processes of a machine share; the addresses in it (pure).
 * ``device_paths``: ways from one accelerator to another, each behind an interface of its own.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
+* ``main_process_calls``: other ranks take part in what only the main process calls.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
