@@ -57,8 +57,9 @@ class PipelineOptions:
     """Microbatches of a step without gradients: 1 for metrics of the whole batch; more overlap stages and save memory.
     SageMaker's steps return one result for each of ``microbatches``, and stay so."""
     active_microbatches: int | None = None
-    """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
-    (``interleaved``: number of stages + 2)."""
+    """Most microbatches in flight on a rank. ``None``: as the schedule needs (``interleaved``: stages + 2)."""
+    share_batches: bool = False
+    """The first rank of a replica sends its batches to the others, whose datasets may give other samples."""
     pipeline: Schedule = "interleaved"
     """Order of the work of a stage. ``interleaved``: backward work that is ready goes first. ``simple``: all forwards,
     then all backwards. ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages.
@@ -85,12 +86,11 @@ class PipelineOptions:
                 f"`microbatches` must be at most {MOST_MICROBATCHES}, but is {self.microbatches}: the schedule has "
                 "actions for each of them. Choose about 4 times the number of stages."
             )
-        found += one_of(self, "pipeline", typing.get_args(Schedule))
-        found += one_of(self, "stage_transport", typing.get_args(StageTransport))
-        found += one_of(self, "loss_weighting", typing.get_args(LossWeighting))
+        words = {"pipeline": Schedule, "stage_transport": StageTransport, "loss_weighting": LossWeighting}
+        for name, known in words.items():
+            found += one_of(self, name, typing.get_args(known))
         found += self._wrong_chunks()
-        known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
-        if not known:
+        if self.placement_strategy not in ("cluster", "spread") and sorted(self.placement_strategy) != ["D", "P", "T"]:
             found.append(
                 "`placement_strategy` must be `cluster`, `spread` or a permutation of the letters D, P and T, "
                 f"but is {self.placement_strategy!r}."

@@ -14,6 +14,7 @@ Reading order:
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``common_settings``, ``first_meeting``: settings that all ranks must have alike; comparison before there is a group.
 * ``same_inputs``: digests of inputs, which ranks of a replica compare when a step begins.
+* ``main_process_calls``: other ranks take part in what only the main process calls.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.

@@ -13,14 +13,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import is_library, publish_own, shortened
 from smp_strategy.errors import PeerFailedError
 
-__all__ = ["chosen", "keep_short", "shorten"]
+__all__ = ["chosen", "has_crashed", "keep_short", "shorten"]
 
 # Most frames shown: the outermost ones, and those near the error.
 _NUM_FIRST, _NUM_LAST = 2, 6
@@ -63,6 +63,7 @@ def chosen(are_library: Sequence[bool]) -> list[int]:
 def keep_short() -> None:
     """Install an exception hook: an error that ends this process is told to the other ranks, and printed in short.
 
+    :func:`has_crashed` knows then how the process ends.
     Hydra would print the errors of its jobs itself, in full; it is told not to.
     """
     if "hydra" in sys.modules:
@@ -81,6 +82,18 @@ def keep_short() -> None:
 
     tell._smp_keeps_short = True  # type: ignore[attr-defined]
     sys.excepthook = tell
+    leave = sys.exit
+
+    def exit(status: Any = None, /) -> NoReturn:
+        exit._smp_has_failed = bool(status)  # type: ignore[attr-defined]
+        leave(status)
+
+    sys.exit = exit
+
+
+def has_crashed() -> bool:
+    """Whether this process is ending by an uncaught error, or by ``sys.exit`` with another code than 0."""
+    return hasattr(sys, "last_value") or getattr(sys.exit, "_smp_has_failed", False)
 
 
 def _in_a_line(error: BaseException) -> PeerFailedError:

@@ -37,11 +37,13 @@ class DoorWords:
     """Ways to clip gradients by their norm."""
     average: str
     """Ways to average a value over all ranks."""
+    end_of_run: str
+    """Call that ends a run."""
 
 
 OF_LIGHTNING: Final = DoorWords(
     in_hook="in a hook of Lightning",
-    save_model="`trainer.save_checkpoint`",
+    save_model="`trainer.save_checkpoint` or `model.save_pretrained`",
     save_all="`trainer.save_checkpoint`",
     whole_state="",
     on_one="if trainer.is_global_zero: ",
@@ -49,6 +51,7 @@ OF_LIGHTNING: Final = DoorWords(
     tell="`self.log` or `self.print`",
     clip="`gradient_clip_val`",
     average="`self.log(..., sync_dist=True)`",
+    end_of_run="`trainer.fit`",
 )
 OF_ACCELERATE: Final = DoorWords(
     in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
@@ -60,6 +63,7 @@ OF_ACCELERATE: Final = DoorWords(
     tell="`accelerator.log` or `accelerator.print`",
     clip="`accelerator.clip_grad_norm_`",
     average='`accelerator.reduce(value, "mean")`',
+    end_of_run="`accelerator.end_training()`",
 )
 OF_SAGEMAKER: Final = DoorWords(
     in_hook="in a function with `@smp.step`",
@@ -71,10 +75,11 @@ OF_SAGEMAKER: Final = DoorWords(
     tell="`StepOutput.reduce_mean()` outside of the step",
     clip="`optimizer.clip_master_grads`",
     average="`torch.distributed.all_reduce(value)`",
+    end_of_run="the run",
 )
 _OF_BOTH: Final = DoorWords(
     in_hook="in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
-    save_model="`trainer.save_checkpoint`, or `model.save_pretrained` or `accelerator.get_state_dict(model)`",
+    save_model="`trainer.save_checkpoint`, `model.save_pretrained` or `accelerator.get_state_dict(model)`",
     save_all="`trainer.save_checkpoint` or `accelerator.save_state`",
     whole_state=OF_ACCELERATE.whole_state,
     on_one=OF_LIGHTNING.on_one,
@@ -82,6 +87,7 @@ _OF_BOTH: Final = DoorWords(
     tell=f"{OF_LIGHTNING.tell}, or {OF_ACCELERATE.tell}",
     clip="`gradient_clip_val`, or `accelerator.clip_grad_norm_`",
     average=f"{OF_LIGHTNING.average}, or {OF_ACCELERATE.average}",
+    end_of_run=f"{OF_LIGHTNING.end_of_run} or {OF_ACCELERATE.end_of_run}",
 )
 
 _WORDS: Final[WeakKeyDictionary[dist.ProcessGroup, DoorWords]] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ have ranges of its own::
                                  [3 * 2^29, + 2^20)    results that stages share, in turn
                           [13 * 2^27, + 2^20)   announcements of messages that NCCL carries, in turn
     every group                  [7 * 2^28, 2^31 - 16] reduced numbers: a digest, the lowest four bits 0
-                                 2^31 - 6 .. 2^31 - 1  single purposes, below
+                                 2^31 - 7 .. 2^31 - 1  single purposes, below
 """
 
 from typing import Final
@@ -21,6 +21,7 @@ __all__ = [
     "CLOCKS",
     "COMPARED",
     "HOOKS",
+    "MAIN_PROCESS",
     "NEVER_SENT",
     "NUMBERS",
     "NUM_ANNOUNCEMENTS",
@@ -56,6 +57,8 @@ CLOCKS: Final = (1 << 31) - 5
 """Times that stages ask each other for."""
 BANDWIDTH: Final = (1 << 31) - 6
 """Tensors by which stages measure their bandwidth."""
+MAIN_PROCESS: Final = (1 << 31) - 7
+"""Where the main process goes on, and calls of it in which others take part."""
 
 _REDUCED: Final = 7 << 28
 _REDUCED_BITS: Final = (1 << 28) - 16

@@ -5,13 +5,16 @@ to a batch: the order of samples, seeds of workers, augmentation in the dataset.
 some code runs on one rank only. So ranks take over the generators of the first of them; the integrations decide when,
 since they know what else draws.
 
-Differences that cannot be controlled (an iterable dataset that splits its samples by rank, a dataset with generators of
-its own) are detected by comparing a checksum of the first batches.
+Differences that cannot be controlled (a dataset with generators of its own, which the system seeds, or an iterable
+dataset that splits its samples by rank) are detected by comparing a checksum of the first batches. If samples have
+numbers, all ranks have asked for the same ones, and the first rank sends its batches to the others from then on. So it
+does from the beginning with the option ``share_batches``. Other differences are an error.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,15 @@ from smp_strategy.errors import SMPError
 __all__ = ["BatchSource", "DataReaders", "LoaderState"]
 
 _CHECKED_BATCHES = 2
+_COMPARISON: Final = "a comparison of batches"
+_SHARING: Final = "a batch of the first rank of a replica"
+_END: Final = -1  # no checksum
+_SHARED: Final = (
+    "The ranks of a replica have read different batches, although they have asked for the same samples: the dataset "
+    "draws by a generator that the system seeds. From now on the first rank of each replica sends its batches to the "
+    "others, as with `share_batches=True`. To save that, seed the generator alike on all ranks."
+)
+_LOG: Final = logging.getLogger("smp_strategy")
 
 
 class BatchSource(NamedTuple):
@@ -35,6 +47,8 @@ class BatchSource(NamedTuple):
     """Paths of lists in it with one tensor per sample."""
     others: tuple[int, ...] = ()
     """Numbers of samples that other loaders have put into it."""
+    is_of_numbers: bool = False
+    """Whether the loader has asked for samples by numbers, which all ranks of a replica draw alike."""
 
 
 class LoaderState(Protocol):
@@ -58,8 +72,11 @@ class LoaderState(Protocol):
     def compare(self, what: Any) -> None:
         """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> None:
-        """Note a batch, or the object that says that there are no more."""
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
+        """Note a batch; the one that this rank is to use."""
+
+    def ended(self) -> None:
+        """Note that there are no more."""
 
 
 class DataReaders:
@@ -71,6 +88,7 @@ class DataReaders:
         group: Returns their process group. It is not kept: groups must end before the process does.
         advice: Advice for the error message about a dataset that picks its samples by rank.
         partners: Returns the group of ranks that read other samples for the same steps; ``None``: there are none.
+        shares: Whether the first rank sends its batches to the others.
     """
 
     def __init__(
@@ -81,6 +99,7 @@ class DataReaders:
         *,
         advice: str,
         partners: Callable[[], dist.ProcessGroup | None] | None = None,
+        shares: bool = False,
     ) -> None:
         self.ranks = tuple(ranks)
         self._rank = rank
@@ -88,6 +107,7 @@ class DataReaders:
         self._advice = advice
         self._partners = partners
         self._num_checked = 0
+        self._shares = shares
 
     def __reduce__(self) -> Any:
         return _Alone, ()
@@ -116,23 +136,59 @@ class DataReaders:
         """Context that draws from ``state`` on; the generators are restored afterwards."""
         return drawing_from(state)
 
-    def check(self, batch: Any) -> None:
-        """Compare the first batches of each pass over the data.
+    def agreed(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
+        """The batch that all ranks use, and its source: this rank's, if the first batches of each pass are alike.
 
         Raises:
-            SMPError: they differ.
+            SMPError: they differ, and not only by what a dataset draws.
         """
-        if len(self.ranks) == 1 or self._num_checked == _CHECKED_BATCHES:
-            return
-        found = collectives.gather_numbers(
-            digest_of(batch, most=None, texts=True).number, "a comparison of batches", self._group()
-        )
-        if len(set(found)) > 1:
-            raise SMPError(
-                f"Batch {self._num_checked} differs between the ranks of one replica {self.ranks}, which must all read "
-                f"the same samples. {self._advice}; one with random generators of its own must seed them alike."
+        if len(self.ranks) == 1 or (self._num_checked == _CHECKED_BATCHES and not self._shares):
+            return batch, read
+        if not self._shares:
+            found = collectives.gather_numbers(
+                digest_of(batch, most=None, texts=True).number, _COMPARISON, self._group()
             )
-        self._num_checked += 1
+            self._num_checked += 1
+            if len(set(found)) == 1:
+                return batch, read
+            is_drawn = read is not None and read.is_of_numbers
+            self._shares = all(collectives.gather_numbers(int(is_drawn), _COMPARISON, self._group()))
+            if not self._shares:
+                raise self._difference()
+            if self._rank == self.ranks[0]:
+                _LOG.warning(_SHARED)
+        told = collectives.tell((batch, read), self.ranks[0], _SHARING, self._group())
+        if told is None:
+            raise self._difference()
+        return told
+
+    def agree_on_end(self) -> None:
+        """Tell the ranks that this one has read all batches.
+
+        Raises:
+            SMPError: another one has not.
+        """
+        if len(self.ranks) == 1:
+            return
+        if self._shares:
+            is_over = collectives.tell(None, self.ranks[0], _SHARING, self._group()) is None
+        elif self._num_checked < _CHECKED_BATCHES:
+            found = collectives.gather_numbers(_END, _COMPARISON, self._group())
+            is_over, self._num_checked = len(set(found)) == 1, self._num_checked + 1
+            if not is_over:
+                collectives.gather_numbers(0, _COMPARISON, self._group())
+        else:
+            return
+        if not is_over:
+            raise self._difference()
+
+    def _difference(self) -> SMPError:
+        number = "A batch" if self._shares else f"Batch {self._num_checked - 1}"
+        return SMPError(
+            f"{number} differs between the ranks of one replica {self.ranks}, which must all read the same samples. "
+            f"{self._advice}; one with random generators of its own must seed them alike, or set `share_batches=True`: "
+            "the first rank of a replica sends its batches to the others."
+        )
 
     def compare(self, what: Any) -> None:
         """Compare the number of batches that each rank will read, or whether it has read one.
@@ -176,5 +232,9 @@ class _Alone:
     def compare(self, what: Any) -> None:
         """Nothing to do."""
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
+        """The same."""
+        return batch, read
+
+    def ended(self) -> None:
         """Nothing to do."""

@@ -198,6 +198,11 @@ class SavedState:
         """Whether no rank has all values of the module."""
         return self._parts.local_model is not None and self._parts.local_model.whole_on == "none"
 
+    @property
+    def is_whole_on_first(self) -> bool:
+        """Whether global rank 0 has all values of the module, and no other rank."""
+        return self._parts.local_model is not None and self._parts.local_model.whole_on == "rank_zero"
+
     def unfilled_state_dict(self) -> tuple[UnfilledState, dict[str, Any]]:
         """Full state dict on global rank 0, ``{}`` elsewhere; its tensors get values in :meth:`write_filled` only.
 

@@ -41,6 +41,7 @@ from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
+from smp_strategy.engine.microbatch_notes import told_of_microbatches
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import make_whole_again, parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
@@ -118,7 +119,7 @@ class Engine:
         self.settings: Callable[[], Mapping[str, object]] = dict
         self.num_updates = 0
         self.outcome = RunOutcome()
-        self._kinds: set[str] = set()
+        self._kinds, self._sizes = set[str](), tuple[int, ...]()  # of steps; samples in each microbatch
 
     # Setting up
 
@@ -323,10 +324,11 @@ class Engine:
         cut_batch = functools.partial(cut, self._parts, batch, "look", self.known)
         microbatches, sizes = cut_batch()
         first = FirstStep("train", self._in_precision(step), microbatches, loss_of, sizes, cut=cut_batch)
-        if self._calls.runtime is None:
-            self._prepare(first)
-        else:
-            self._look(first)
+        with told_of_microbatches(sizes):
+            if self._calls.runtime is None:
+                self._prepare(first)
+            else:
+                self._look(first)
 
     # Every step
 
@@ -368,7 +370,8 @@ class Engine:
         cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, **how)
         step = self._in_precision(step)
         first = FirstStep(kind, step, [], loss_of, takes_turns=num != 1, cut=cut_batch)
-        return step, *begin(self._parts, first, num, self._prepare)
+        microbatches, self._sizes = begin(self._parts, first, num, self._prepare)
+        return step, microbatches, self._sizes
 
     def eval_step(
         self,
@@ -426,7 +429,7 @@ class Engine:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        with self.outcome.noted(), self._parts.carried.compared(self.mesh):
+        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.compared(self.mesh):
             yield
             self._parts.loss_weighting.end()
 

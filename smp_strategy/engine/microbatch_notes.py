@@ -5,18 +5,49 @@ whole batch if each sample counts for itself and the loss is a mean. What is vis
 sentence at the first training step, since nothing else would tell.
 """
 
+import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.loss import _Loss
 
 from smp_strategy.config.sizes import show_count
+from smp_strategy.errors import SMPError
 from smp_strategy.model.samples import Path, is_array, is_list, shown_path, visited
 from smp_strategy.pipeline.microbatch import holds_arrays
 
-__all__ = ["note_on_comparison", "notes_on_buffers", "notes_on_microbatches", "notes_on_objects"]
+__all__ = [
+    "note_on_comparison",
+    "notes_on_buffers",
+    "notes_on_microbatches",
+    "notes_on_objects",
+    "told_of_microbatches",
+]
+
+# Words of errors about shapes, of torch and of users.
+_OF_SHAPES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|lengths?|out of (?:range|bounds))\b", re.IGNORECASE)
+
+
+@contextmanager
+def told_of_microbatches(sizes: Sequence[int]) -> Iterator[None]:
+    """Context of a step: an error of its code about shapes says that the step sees parts of the batch.
+
+    Args:
+        sizes: Number of samples in each microbatch.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if len(sizes) > 1 and not isinstance(error, SMPError) and _OF_SHAPES.search(str(error)):
+            error.add_note(
+                f"The step sees {_sizes(sizes)} at a time, of the {sum(sizes)} of the batch. What is taken from a part "
+                "of them (`lengths.max()`) may be smaller than that of the batch: take it from the shape of a padded "
+                "tensor, or set `microbatches=1`."
+            )
+        raise
 
 
 def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:

@@ -17,7 +17,12 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.microbatch_notes import notes_on_buffers, notes_on_microbatches, notes_on_objects
+from smp_strategy.engine.microbatch_notes import (
+    notes_on_buffers,
+    notes_on_microbatches,
+    notes_on_objects,
+    told_of_microbatches,
+)
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
@@ -92,7 +97,8 @@ def begin(
     microbatches, sizes = first.cut(num=num if was_decided else None)
     if parts.local_model is not None:
         parts.local_model.refuse_broken_update()
-    prepare(first._replace(microbatches=microbatches, sizes=sizes))
+    with told_of_microbatches(sizes):
+        prepare(first._replace(microbatches=microbatches, sizes=sizes))
     if parts.config is before and (was_decided or num is None):
         return microbatches, sizes
     return first.cut(num=num)

@@ -47,6 +47,8 @@ TREES: Final = {
     "lightning.pytorch.strategies": "lightning.pytorch",
     "pytorch_lightning.strategies": "pytorch_lightning",
 }
+# Modules of Fabric's strategy registries, in which "smp" says that there is no such strategy.
+FABRIC: Final = ("lightning.fabric.strategies", "lightning_fabric.strategies")
 # Imported module of Accelerate: module to patch then, `accelerate.accelerator` being incomplete any earlier.
 ACCELERATE: Final = {
     "accelerate.launchers": "accelerate.accelerator",
@@ -68,7 +70,7 @@ def autoload() -> None:
         if not any(isinstance(finder, RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, RegistryFinder())
             collect_rarely()
-        for name in (*TREES, *ACCELERATE, *PRETRAINED):
+        for name in (*TREES, *FABRIC, *ACCELERATE, *PRETRAINED):
             module = sys.modules.get(name)
             if module is not None and not getattr(module.__spec__, "_initializing", False):
                 _meet(module)
@@ -99,6 +101,9 @@ def register(module: ModuleType) -> None:
     """Register with ``module``, one of the modules above, which has just been imported."""
     if module.__name__ in TREES:
         register_strategy(module)
+        return
+    if module.__name__ in FABRIC:
+        refuse_fabric(module)
         return
     if module.__name__ in PRETRAINED:
         from smp_strategy.integrations import pretrained
@@ -158,6 +163,21 @@ class StrategyNames(list[str]):
         return super().__contains__(name) or _is_recipe(name)
 
 
+def refuse_fabric(module: ModuleType) -> None:
+    """Let ``Fabric(strategy="smp")`` say that there is no such strategy, and what to use."""
+
+    def smp(**options: Any) -> Any:
+        from smp_strategy.errors import UnsupportedError
+
+        raise UnsupportedError(
+            '`Fabric(strategy="smp")`: there is no strategy for Fabric. Use `Trainer(strategy="smp")` of Lightning, or '
+            "Accelerate, whose scripts have loops of their own, too: docs/accelerate.md."
+        )
+
+    if "smp" not in module.STRATEGY_REGISTRY:
+        module.STRATEGY_REGISTRY.register("smp", smp, description="not for Fabric (smp_strategy)")
+
+
 class RegistryFinder(MetaPathFinder):
     """Import hook: calls :func:`register` after one of the modules above has been executed."""
 
@@ -168,7 +188,7 @@ class RegistryFinder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find one of the modules above with the other finders; ``None`` for any other module."""
-        if name not in (*TREES, *ACCELERATE, *PRETRAINED) or name in self._searching:
+        if name not in (*TREES, *FABRIC, *ACCELERATE, *PRETRAINED) or name in self._searching:
             return None
         self._searching.add(name)  # find_spec() below asks this finder again
         try:

@@ -47,7 +47,14 @@ def adapted(width=16):
     return get_peft_model(gpt2(width), config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "adapted": adapted}
+def with_whole_parts(width=16):
+    """A GPT-2 with adapters and two modules that PEFT saves whole, of which it asks for the names of their tensors."""
+    torch.manual_seed(0)
+    parts = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f", "wpe"]}
+    return get_peft_model(gpt2(width), LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False, **parts))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "adapted": adapted, "with whole parts": with_whole_parts}
 
 
 def trained(name, smp, width=16):

@@ -291,6 +291,39 @@ def test_unseeded_ranks_of_a_replica_read_the_same():
 # What differs is found
 
 
+class Augmented(Dataset):
+    """Draws by a generator that the system seeds, as numpy's does."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng()
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor([index, *self.generator.random(2)])}
+
+
+def read_augmented(smp, num_workers, shuffle, options):
+    accelerator = fresh_accelerator(smp, dataloader_config=DataLoaderConfiguration(**options))
+    prepared = accelerator.prepare(DataLoader(Augmented(), batch_size=2, shuffle=shuffle, num_workers=num_workers))
+    return accelerator.smp.data_rank, [[batch["x"].tolist() for batch in prepared] for _ in range(2)]
+
+
+@pytest.mark.parametrize("smp", [PP2, {**PP2, "share_batches": True}], ids=["of itself", "option"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_samples_drawn_by_generators_of_the_system_are_those_of_the_first_rank(ranks, num_workers, smp):
+    found = on_ranks(read_augmented, ranks, smp, num_workers, True, {"dispatch_batches": False})
+    seen = dict(found)
+    assert len(seen) == ranks // 2
+    for data_rank, passes in found:
+        assert passes == seen[data_rank]
+        assert passes[0] != passes[1]
+    rows = [row[0] for passes in seen.values() for batch in passes[0] for row in batch]
+    assert set(rows) == set(range(COUNT))
+
+
 class ByRank(IterableDataset):
     """Wrong: takes its share by global rank."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -121,6 +122,21 @@ def test_every_file_opens_with_a_sentence_about_it(group):
 )
 def test_devices_follow_the_layout_unless_they_are_given(compose, overrides, devices):
     assert compose(*overrides).trainer.devices == devices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["smp=[pp2,zero1]"], "Name one: `smp=pp2_zero1`"),
+        (["smp=[pp2, mics2x2, zero1]"], "names 3 layouts"),
+        (["smp=pp2", "+smp._args_=[1]"], "every option has a name"),
+        (["smp=mics2x0"], "0 replicas"),
+    ],
+)
+def test_a_layout_that_would_be_taken_otherwise_than_said_is_refused(compose, overrides, message):
+    with pytest.raises(Exception, match="(?s)" + re.escape(message)):
+        compose(*overrides).trainer.devices  # noqa: B018
+    assert compose("smp=[pp2]").trainer.devices == 2
 
 
 def test_devices_follow_the_layout_also_where_hydra_does_not_run_the_application(monkeypatch):

@@ -135,6 +135,55 @@ def test_replicas_share_the_samples_and_average_the_gradients(tmp_path):
         torch.testing.assert_close(results[0][3][name], value, rtol=1e-4, atol=1e-6)
 
 
+class Augmented(Dataset):
+    """Draws by a generator that the system seeds, as albumentations 2 does; the lengths of its samples differ, too."""
+
+    def __init__(self, *, flips, pads):
+        self.samples, self.generator = toy_data(24), numpy.random.default_rng()
+        self.flips, self.pads = flips, pads
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, target = self.samples[index]
+        if self.flips:
+            inputs = inputs * self.generator.uniform(0.5, 2)
+        if self.pads:
+            inputs = torch.cat([inputs, torch.zeros(int(self.generator.integers(1, 9)))])
+        return inputs, target
+
+
+def collate(samples):
+    inputs, targets = zip(*samples, strict=True)
+    return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(targets)
+
+
+def padded_loss(self, batch):
+    return torch.nn.functional.cross_entropy(self.net(batch[0][:, :8]), batch[1])
+
+
+def fit_drawn(folder, smp, draws, num_workers):
+    trainer = toy_trainer(folder, smp=smp, max_epochs=2)
+    module = toy_module(
+        loss=padded_loss, on_train_batch_start=lambda self, batch, index: self.seen.append(batch[0].tolist())
+    )
+    options = {"num_workers": num_workers, "collate_fn": collate}
+    trainer.fit(module, toy_loader(dataset=Augmented(**draws), batch_size=4, **options))
+    return module.seen, trainer.callback_metrics["train_loss_epoch"].item()
+
+
+@pytest.mark.parametrize("draws", [{"flips": True, "pads": False}, {"flips": False, "pads": True}])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("shares", [False, True])
+def test_samples_drawn_by_generators_of_the_system_are_those_of_the_first_rank(shares, num_workers, draws, tmp_path):
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 2, "share_batches": shares}
+    (mine, loss), (theirs, other_loss) = on_ranks(fit_drawn, 2, tmp_path, smp, draws, num_workers)
+    assert mine == theirs
+    assert loss == other_loss
+    assert len(mine) == 12
+
+
 class ByRank(IterableDataset):
     """Wrong: takes its share by global rank."""
 

@@ -62,23 +62,26 @@ def saves_plainly(name, weights, folder):
     accelerator.save_model(model, folder / "accelerate one")
 
 
-def saves_adapters(smp, folder):
-    accelerator, model = trained("adapted", smp)
-    model.save_pretrained(folder)
+def saves_adapters(name, smp, folder):
+    accelerator, model = trained(name, smp)
+    model.save_pretrained(folder / "found")
+    model.save_pretrained(folder / "given", state_dict=accelerator.get_state_dict(model))
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def saves_adapters_plainly(weights, folder):
-    plain("adapted", weights).save_pretrained(folder)
+def saves_adapters_plainly(name, weights, folder):
+    plain(name, weights).save_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["adapted", "with whole parts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_are_those_of_one_process(layout, tmp_path):
+def test_adapters_are_those_of_one_process(layout, name, tmp_path):
     world_size, smp = LAYOUTS[layout]
-    weights = on_ranks(saves_adapters, world_size, smp, tmp_path / "found")[0]
-    on_ranks(saves_adapters_plainly, 1, weights, tmp_path / "plain")
-    assert "adapter_model.safetensors" in contents(tmp_path / "found")
-    assert_same_files(tmp_path / "found", tmp_path / "plain")
+    weights = on_ranks(saves_adapters, world_size, name, smp, tmp_path)[0]
+    on_ranks(saves_adapters_plainly, 1, name, weights, tmp_path / "plain")
+    for way in ("found", "given"):
+        assert "adapter_model.safetensors" in contents(tmp_path / way)
+        assert_same_files(tmp_path / way, tmp_path / "plain")
 
 
 def saves_by_trainer(folder, smp, model):

@@ -68,29 +68,26 @@ def test_no_rank_has_more_than_a_tensor_besides_its_share(name, layout, tmp_path
 def saves_alone(folder, others):
     watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 0.5, 0.2
     accelerator, model = trained("gpt2", PP2)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    with torch.no_grad():  # between this and the next update nobody listens to the main process
+        model(input_ids=tokens)
     begin = time.monotonic()
     try:
         if accelerator.is_main_process:
             model.save_pretrained(folder)
-        elif others == "barrier":
-            accelerator.wait_for_everyone()
         elif others == "step":
-            tokens = torch.zeros(4, 8, dtype=torch.int64)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     except RuntimeError as error:
         return time.monotonic() - begin, str(error)
     return time.monotonic() - begin, ""
 
 
-@pytest.mark.parametrize("others", ["barrier", "step", "end"])
-def test_a_call_on_the_main_process_alone_is_refused_within_seconds(others, tmp_path):
+@pytest.mark.parametrize("others", ["step", "end"])
+def test_a_call_on_the_main_process_alone_is_refused_within_seconds_where_nobody_listens(others, tmp_path):
     (seconds, message), _ = on_ranks(saves_alone, 2, tmp_path / "model", others)
     assert seconds < 10
     assert "model.save_pretrained" in message
     assert not (tmp_path / "model").exists()
-    if others == "barrier":
-        assert "rank 1: `accelerator.wait_for_everyone`" in message
-        assert "out of `if accelerator.is_main_process:`" in message
 
 
 def saves_when_whole(folder):
@@ -212,7 +209,7 @@ class Stopped(BaseException):
 def test_half_of_the_new_files_never_look_complete(tmp_path, monkeypatch):
     """Files are moved one by one to a folder that has others."""
     from smp_strategy.checkpoint.storage import atomic_commit
-    from smp_strategy.integrations.accelerate import state_folders as folders
+    from smp_strategy.integrations.saved_models import state_folders as folders
 
     target, names = tmp_path / "model", [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     index, replace = "model.safetensors.index.json", os.replace

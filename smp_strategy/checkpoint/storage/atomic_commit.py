@@ -15,6 +15,10 @@ elsewhere leaves a hidden entry, which the next :func:`begin` in that folder del
 are spared: the hidden name has the machine, the process id and the start time of the process. An entry of another
 machine, whose processes cannot be checked, is spared as long as it was written to within ``GIVEN_UP_SECONDS``.
 
+A folder that is mounted, or has files of others, is not replaced: files are moved into it one after the other
+(:func:`merge`). They come from a hidden folder in it, which has all that is to be done: from the moment when it is
+there, :func:`recover` does the rest after a crash.
+
 A single process begins and commits; others may write to the entry that it has begun, on other machines as well.
 """
 
@@ -22,12 +26,13 @@ import contextlib
 import errno
 import hashlib
 import itertools
+import json
 import os
 import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +45,7 @@ __all__ = [
     "clean",
     "commit",
     "discard",
+    "hidden_beside",
     "link",
     "merge",
     "recover",
@@ -51,14 +57,23 @@ __all__ = [
 
 # An entry of another machine without writes for so long belongs to a dead process.
 GIVEN_UP_SECONDS: Final = 3600.0
+_MERGED_SECONDS: Final = 60.0
 
 _HIDDEN: Final = re.compile(r"\..+\.(?:saving|deleted)-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
+_MERGING: Final = re.compile(r"\..+\.merging-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
+# File with the names of what becomes out of date, in a folder that is merged.
+_STALE: Final = ".stale"
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
 _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
 Check = Callable[[Path], None]
+
+
+def hidden_beside(target: Path) -> Path:
+    """Name for what this process will write to ``target``: nobody else uses it, and :func:`clean` knows it."""
+    return _mine(target, "saving")
 
 
 def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Path:
@@ -157,9 +172,21 @@ def link(target: Path, place: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Put back the old ``target`` that a process had moved aside when it was killed. Any process may call this."""
+    """Put back the old ``target`` that a process had moved aside when it was killed, or end its :func:`merge`.
+
+    Any process may call this.
+    """
     if not target.name:  # the root, or this folder, which nothing replaces
         return
+    if target.is_dir():
+        for each in sorted(target.iterdir()):
+            # On another machine, too, a merge takes no minute.
+            now = time.time() + GIVEN_UP_SECONDS - _MERGED_SECONDS
+            if (match := _MERGING.fullmatch(each.name)) and not _is_alive(each, match, now):
+                with contextlib.suppress(OSError):  # another process does it, or this one may only read
+                    mine = _mine(target / target.name, "merging")
+                    os.rename(each, mine)
+                    _end_merge(mine, target)
     if (old := _replaced(target)) is None:
         return
     if not os.path.lexists(target):
@@ -189,14 +216,23 @@ def clean(folder: Path, *, now: float | None = None) -> None:
             _delete(each)
 
 
-def merge(staging: Path, target: Path) -> None:
+def merge(staging: Path, target: Path, *, stale: Collection[str] = ()) -> None:
     """Move the content of the folder ``staging`` into the existing folder ``target``, which keeps its other files.
 
-    Files are moved one by one, each of them atomically: for folders that cannot be replaced, because they are mounted
-    or have files of others.
+    Files are moved one by one, each of them atomically, in the order of names: for folders that cannot be replaced,
+    because they are mounted or have files of others. After a crash in the midst, :func:`recover` moves the others.
+
+    Args:
+        staging: On the file system of ``target``; it is gone afterwards.
+        target: Existing folder.
+        stale: Names of files and folders in ``target`` that become out of date; they are deleted first.
     """
+    (staging / _STALE).write_text(json.dumps(sorted(stale)))
     sync(staging)
-    _merge(staging, target)
+    merging = _mine(target / target.name, "merging")
+    os.rename(staging, merging)
+    _sync_one(target)
+    _end_merge(merging, target)
 
 
 def sync(path: Path) -> None:
@@ -222,6 +258,16 @@ def _put(staging: Path, target: Path) -> None:
         os.rename(staging, target)  # [2]
     else:
         os.replace(staging, target)
+
+
+def _end_merge(merging: Path, target: Path) -> None:
+    if (stale := merging / _STALE).exists():
+        for name in json.loads(stale.read_text()):
+            remove(target / name)
+        _sync_one(target)
+        stale.unlink()  # new files may have these names
+    _merge(merging, target)
+    _delete(merging)
 
 
 def _merge(source: Path, target: Path) -> None:

@@ -17,10 +17,9 @@ Reading order::
     data.py                               loaders: sharded over replicas, same batches within a replica
     data_ranks.py, collectives.py         gather, reduce and their like over data ranks
     saving.py, saving_calls.py            full state dicts; the model's own state_dict and load_state_dict
-    full_states.py, shared_states.py      gathering and loading of full states; one copy per machine
-    spread_saving.py, pretrained_calls.py model files without gathering the model; save_pretrained of the model
+    full_states.py                        gathering and loading of full states
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
-    state_folders.py, state_files.py      atomic checkpoint folders; Accelerate's own files
+    state_files.py                        Accelerate's own files
     rng_files.py                          RNG states in these files
     hf_trainer.py                         Hugging Face's Trainer
 

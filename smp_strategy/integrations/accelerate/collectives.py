@@ -58,13 +58,15 @@ class CollectiveHooks(HookBase):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all replicas, on every rank. Collective."""
-        return _gather(tensor, self.smp)
+        with self.smp.main_calls.together():
+            return _gather(tensor, self.smp)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather tensors or objects of all replicas, without the duplicates that padded the last batch. Collective."""
         if not use_gather_object and _holds_tensors_only(input_data):
             return super().gather_for_metrics(input_data)
-        found = self.smp.data_groups.gather_objects(input_data)
+        with self.smp.main_calls.together():
+            found = self.smp.data_groups.gather_objects(input_data)
         # As Accelerate: the objects of one process are left alone, those of several are lists.
         data = found[0] if self.num_processes == 1 else [each for objects in found for each in objects]
         state = self.gradient_state
@@ -85,12 +87,14 @@ class CollectiveHooks(HookBase):
         """
         if reduction not in ("sum", "mean", "max", "none"):
             raise ConfigError(f"`reduction` must be one of sum, mean, max and none, but is {reduction!r}.")
-        return _reduce(tensor, self.smp, reduction)
+        with self.smp.main_calls.together():
+            return _reduce(tensor, self.smp, reduction)
 
     def check_trigger(self) -> bool:
         """Whether any rank of the world has called `set_trigger`. Collective."""
         unset = torch.tensor(0, device=self.device)
-        is_set = int(reduce_over_world(unset if self.flag_tensor is None else self.flag_tensor, "sum")) > 0
+        with self.smp.main_calls.together():
+            is_set = int(reduce_over_world(unset if self.flag_tensor is None else self.flag_tensor, "sum")) > 0
         if is_set:
             self.flag_tensor = unset
         return is_set

@@ -140,11 +140,13 @@ class _ReplicaStream(DataReaders):
 
     def __init__(self, session: Session) -> None:
         ranks = session.data_ranks()[session.data_rank]
-        super().__init__(ranks, session.rank, lambda: session.data_groups.reading_group, advice=_ADVICE)
-        self._device = session.device
+        shares = session.config.share_batches
+        super().__init__(ranks, session.rank, lambda: session.data_groups.reading_group, advice=_ADVICE, shares=shares)
+        self._device, self._pass_by = session.device, session.main_calls.pass_by
 
     def begin(self, *generators: torch.Generator) -> None:
         """Start a pass. Collective."""
+        self._pass_by()
         self.take_over(*generators)
         self.go_on()
 
@@ -156,11 +158,16 @@ class _ReplicaStream(DataReaders):
 
     def follow_first(self) -> None:
         """Adopt the global generator states of the first rank. Collective."""
+        self._pass_by()
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
         """Compare the first batches. Collective."""
-        self.check(batch)
+        return self.agreed(batch, read)
+
+    def ended(self) -> None:
+        """Compare the ends of short passes. Collective."""
+        self.agree_on_end()
 
 
 @final

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.shared_states import storage_of
+from smp_strategy.integrations.saved_models.shared_states import storage_of
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "is_trained_by",
     "leave_file",
     "load_model",
-    "model_state",
     "path_in",
     "storage_of",
 ]
@@ -68,25 +67,6 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     if hasattr(state, "_metadata"):
         found._metadata = state._metadata  # type: ignore[attr-defined]
     return found
-
-
-def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
-    """The state dict of the engine's module, or of that at ``path`` in it, on global rank 0; empty elsewhere.
-
-    Collective.
-    """
-    state = engine.saved.full_state_dict()
-    if not path:
-        return state if isinstance(state, OrderedDict) else OrderedDict(state)
-    start = f"{path}."
-    part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
-    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
-    part._metadata = OrderedDict(  # type: ignore[attr-defined]
-        (name.removeprefix(path).removeprefix("."), value)
-        for name, value in versions.items()
-        if name == path or name.startswith(start)
-    )
-    return part
 
 
 def load_model(

@@ -156,12 +156,13 @@ class ModelCalls:
         prediction: BackwardPrediction,
         check: Callable[[bool], None],
         own_forward: Callable[..., Any] | None,
+        pass_by: Callable[[], None],
     ) -> None:
         self.model = model
         self._engine = engine
         self._options = options
         self._prediction = prediction
-        self._check = check
+        self._check, self._pass_by = check, pass_by
         self._inner: Callable[..., Any] = model.forward
         # Callable of the next step, and whether its result may have gradients.
         self._called, self._has_gradients = self._inner, True
@@ -201,6 +202,7 @@ class ModelCalls:
         if self._is_inside:
             return self._inner(*args, **kwargs)
         call = ModelCall(dict(enumerate(args)), kwargs)
+        self._pass_by()
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
@@ -318,6 +320,7 @@ class ModelCalls:
         """Run a method that calls the model many times, as one step with a single microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
+        self._pass_by()
         name = getattr(method, "__name__", "method")
         if name in _WHOLE and self._engine.mesh.pp > 1:
             kwargs = _without_cache(kwargs)

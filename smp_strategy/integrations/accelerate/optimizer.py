@@ -23,7 +23,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.accelerate.shared_states import on_every_rank
+from smp_strategy.integrations.saved_models.shared_states import on_every_rank
 from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
@@ -40,16 +40,23 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
     """
 
     def __init__(
-        self, optimizer: Optimizer, session: Session, *, device_placement: bool, scaler: GradScaler | None
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        *,
+        device_placement: bool,
+        scaler: GradScaler | None,
+        number: int = 0,
     ) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
-        self.smp = session
+        self.smp, self._number = session, number
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if this call ends an accumulation window."""
         if not (self.gradient_state.sync_gradients and self.smp.has_engine):
             return super().step(closure)
         refuse_step_without_sync(self.smp)
+        self.smp.main_calls.begin_round()
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
             # Gradients of the closure must be final before the optimizer reads them.
@@ -82,7 +89,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not self.smp.has_engine:
             switch()
             return
-        meet(f"optimizer.{mode}")
+        with self.smp.main_calls.together():
+            meet(f"optimizer.{mode}")
         with self.smp.engine.changing_weights(self.optimizer):
             switch()
 
@@ -101,8 +109,9 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        meet("optimizer.state_dict")
-        return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
+        with self.smp.main_calls.together(("optimizer.state_dict", self._number)):
+            meet("optimizer.state_dict")
+            return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's shard of a full optimizer state."""

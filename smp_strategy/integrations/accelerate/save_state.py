@@ -6,8 +6,8 @@ library resumes from checkpoints of the other. Two small files are added:
 of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
 With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
-:data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`; everything else is as before. Any run reads either
-form.
+:data:`~smp_strategy.integrations.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
+either form.
 
 With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from accelerate.logging import get_logger
-from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME
+from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_for_safetensors
 from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
@@ -33,9 +33,10 @@ from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
-from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel
 
 __all__ = ["StateFolderHooks"]
 
@@ -67,10 +68,22 @@ class StateFolderHooks(SavingHooks):
         Returns:
             The folder.
         """
-        meet("accelerator.save_state")
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        self.smp.settle()
+        given = None if output_dir is None else os.fspath(output_dir)
+        with self.smp.main_calls.together(("accelerator.save_state", "", given, safe_serialization)):
+            meet("accelerator.save_state")
+            self.smp.settle()
+            return self._smp_save_state(given, safe_serialization=safe_serialization)
+
+    def _smp_take_part(self, call: tuple[Any, ...]) -> None:
+        if call[0] == "accelerator.save_state":
+            self.save_state(*call[2:])
+        else:
+            super()._smp_take_part(call)
+
+    def _smp_save_state(self, output_dir: str | None, *, safe_serialization: bool) -> Path:
+        """Write a checkpoint. Collective."""
         target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
         is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
         if is_sharded:
@@ -136,7 +149,7 @@ class StateFolderHooks(SavingHooks):
         if safe_serialization and not hooks and self._smp_writes_together(save):
             spread = {number: found for number, model in models.items() if (found := self._smp_spread(model))}
             for number, found in spread.items():
-                found.write_file(save.folder / state_files.name(f"{SAFE_MODEL_NAME}.safetensors", number))
+                _write_file(found, save.folder / state_files.name(f"{SAFE_MODEL_NAME}.safetensors", number))
                 del models[number]
         whole = {
             number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
@@ -231,11 +244,18 @@ class StateFolderHooks(SavingHooks):
         Raises:
             CheckpointError: a file is damaged, or names code.
         """
-        meet("accelerator.load_state")
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        self.smp.settle()
+        with self.smp.main_calls.together():
+            meet("accelerator.load_state")
+            self.smp.settle()
+            self._smp_load_state(input_dir, load_kwargs or {}, strict=options.get("strict", True))
+
+    def _smp_load_state(
+        self, input_dir: str | os.PathLike[str] | None, load_kwargs: dict[str, Any], *, strict: bool
+    ) -> None:
+        """Load a checkpoint. Collective."""
         folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
         with alike(f"verifying {folder}"):
@@ -250,7 +270,7 @@ class StateFolderHooks(SavingHooks):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
-            self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
+            self._smp_load(folder, models, load_kwargs, strict=strict)
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
         """Load this rank's shard of ``folder``; hooks may have loaded some models already."""
@@ -355,6 +375,14 @@ class StateFolderHooks(SavingHooks):
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
         return folders.newest(Path(self.project_dir) / "checkpoints")
+
+
+def _write_file(model: SpreadModel, path: Path) -> None:
+    """Write the weights to one file of safetensors, in a folder that global rank 0 sees. Collective."""
+    state, entries = model.collected()
+    notes = FileNotes(path.parent)
+    notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
+    state.write(notes.files, path.parent, writers=[0])
 
 
 def _verify(folder: Path) -> None:

@@ -4,7 +4,7 @@ State dicts have whole tensors under plain names, and loading accepts those of p
 the shards, one tensor at a time. Only if they are written later, by hooks or on each node are the shards gathered on
 global rank 0 (with ``save_on_each_node`` on the first rank of each node); the other ranks wait, and fail if it fails.
 Files are written beside their place and moved there when they are complete
-(:mod:`smp_strategy.integrations.accelerate.state_folders`). Resuming a run:
+(:mod:`smp_strategy.integrations.saved_models.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
@@ -29,13 +29,19 @@ from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
-from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
-from smp_strategy.integrations.accelerate.session import HookBase
-from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
-from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
+from smp_strategy.integrations.accelerate.session import HookBase, Session
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, library_of, pretrained_parts
+from smp_strategy.integrations.saved_models.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.integrations.saved_models.spread_saving import (
+    FileNotes,
+    SpreadModel,
+    gathered_state,
+    spread_model,
+    write_together,
+)
 from smp_strategy.model.patching import Patches
 
 __all__ = ["OWN_FILE", "SavingHooks"]
@@ -66,12 +72,15 @@ class SavingHooks(HookBase):
             calls = StateDictCalls(
                 model,
                 is_partitioned=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
-                collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
+                collect=partial(self._smp_everywhere, "model.state_dict", ""),
                 load=partial(self.load_model_state_dict, model),
             )
             self.smp.state_calls.append(calls)
-            ways = partial(self._smp_spread, model), partial(self._smp_whole_sizes, model)
-            self.smp.pretrained_calls.append(PretrainedCalls(model, *ways))
+            for _, part in pretrained_parts(self.unwrap_model(model)):
+                if library_of(part) is not None:  # others ask for `state_dict`
+                    ways = partial(self._smp_spread, part), partial(self._smp_whole_sizes, part)
+                    together = partial(self._smp_with_others, part)
+                    self.smp.pretrained_calls.append(PretrainedCalls(part, *ways, together=together))
         return model
 
     def free_memory(self, *objects: Any) -> Any:
@@ -82,6 +91,36 @@ class SavingHooks(HookBase):
             calls.remove()
         self.smp.state_calls, self.smp.pretrained_calls = [], []
         return super().free_memory(*objects)
+
+    # What the main process calls alone: other ranks take part, see `main_process_calls`
+
+    def begin(self, session: Session, plugin: Any) -> None:
+        """Let this rank take part in calls of the main process."""
+        super().begin(session, plugin)
+        session.main_calls.take_part = self._smp_take_part
+
+    def _smp_take_part(self, call: tuple[Any, ...]) -> None:
+        """Make a call of the main process with it. Collective."""
+        name, path, *arguments = call
+        if name == "optimizer.state_dict":
+            self._optimizers[path].state_dict()
+            return
+        if name in ("accelerator.get_state_dict", "model.state_dict"):
+            self._smp_everywhere(name, path)
+            return
+        assert self.smp.calls is not None
+        part = self.smp.calls.model.get_submodule(path)
+        if name == "accelerator.save_model":
+            self.save_model(part, *arguments)
+        else:
+            calls = next(each for each in self.smp.pretrained_calls if each.model is part)
+            calls.take_part(name, *arguments)
+
+    def _smp_with_others(self, part: nn.Module, name: str, *arguments: Any) -> AbstractContextManager[None]:
+        """Context of a call ``name`` about ``part`` of the model, which other ranks can make by plain ``arguments``."""
+        place = self._smp_place(part)
+        calls = self.smp.main_calls
+        return calls.together() if place is None else calls.together((name, place.path, *arguments))
 
     # State dicts, also for other code, such as a trainer that writes files of its own
 
@@ -94,7 +133,7 @@ class SavingHooks(HookBase):
         """
         place = self._smp_place(model)
         if place is not None:
-            return on_every_rank(self._smp_collected("accelerator.get_state_dict", place.path))
+            return self._smp_everywhere("accelerator.get_state_dict", place.path)
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
         return whole
 
@@ -105,15 +144,21 @@ class SavingHooks(HookBase):
         """
         place = self._smp_place(model)
         if place is not None:
-            return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
+            with self.smp.main_calls.together():
+                return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=False)
         return whole
+
+    def _smp_everywhere(self, call: str, path: str) -> dict[str, Any]:
+        """Gather the full state dict on every rank. Collective."""
+        with self.smp.main_calls.together((call, path)):
+            return on_every_rank(self._smp_collected(call, path))
 
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
         """Gather the full state dict on global rank 0. Collective."""
         meet(call)
         with self._smp_aside():
-            return full_states.model_state(self.smp.engine, path)
+            return gathered_state(self.smp.engine, path)
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
@@ -128,9 +173,12 @@ class SavingHooks(HookBase):
         Args:
             optimizer: prepared.
         """
-        meet("accelerator.get_optimizer_state_dict")
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
-        return bare.state_dict() if engine is None else self._smp_for_writers(engine.saved.full_optimizer_state(bare))
+        with self.smp.main_calls.together():
+            meet("accelerator.get_optimizer_state_dict")
+            if engine is None:
+                return bare.state_dict()
+            return self._smp_for_writers(engine.saved.full_optimizer_state(bare))
 
     def write_optimizer_state_dict(self, optimizer: Any, path: Path) -> None:
         """Write the full state dict of an optimizer to a file; no rank ever has all of it. Collective.
@@ -139,10 +187,12 @@ class SavingHooks(HookBase):
             optimizer: prepared.
             path: path of the file, which is replaced atomically by the main process.
         """
-        meet("accelerator.write_optimizer_state_dict")
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         is_written_here = self.is_main_process
-        with replacing(path, is_folder=False) if is_written_here else nullcontext(path) as staging:
+        with ExitStack() as stack:
+            stack.enter_context(self.smp.main_calls.together())
+            meet("accelerator.write_optimizer_state_dict")
+            staging = stack.enter_context(replacing(path, is_folder=False)) if is_written_here else path
             if engine is not None:
                 engine.saved.write_full_optimizer_state(bare, staging)
             elif is_written_here:
@@ -211,8 +261,9 @@ class SavingHooks(HookBase):
 
     def wait_for_everyone(self) -> None:
         """Barrier over all ranks; raises if some are in another call instead. Collective."""
-        meet("accelerator.wait_for_everyone")
-        super().wait_for_everyone()
+        with self.smp.main_calls.together():
+            meet("accelerator.wait_for_everyone")
+            super().wait_for_everyone()
 
     def save_model(
         self,
@@ -229,16 +280,28 @@ class SavingHooks(HookBase):
             max_shard_size: maximum size of a file.
             safe_serialization: whether to write safetensors.
         """
-        target = Path(save_directory)
+        arguments = os.fspath(save_directory), max_shard_size, safe_serialization
+        with self._smp_with_others(model, "accelerator.save_model", *arguments):
+            self._smp_save_model(super().save_model, model, Path(save_directory), max_shard_size, safe_serialization)
+
+    def _smp_save_model(
+        self,
+        save_model: Callable[..., None],
+        model: nn.Module,
+        target: Path,
+        max_shard_size: int | str,
+        safe_serialization: bool,
+    ) -> None:
+        """Save by Accelerate's ``save_model``. Collective."""
         spread = self._smp_spread(model)
         if spread is not None and safe_serialization and not self.project_configuration.save_on_each_node:
-            plan = partial(self._smp_noted, super().save_model, model, max_shard_size)
+            plan = partial(self._smp_noted, save_model, model, max_shard_size)
             write_together("accelerator.save_model", spread, target, plan, replaces=folders.WEIGHTS)
             return
         meet("accelerator.save_model")
         with self._smp_begun(target) as staging:
             with alike(f"saving to {target}"):
-                super().save_model(model, staging, max_shard_size, safe_serialization)
+                save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
 
     def _smp_noted(
@@ -265,10 +328,7 @@ class SavingHooks(HookBase):
         place = self._smp_place(model)
         if place is None:
             return None
-        place.engine.saved.check_values()
-        if not place.engine.is_spread:
-            return None
-        return SpreadModel(place.engine, place.path, self._smp_aside)
+        return spread_model(place.engine, place.path, self._smp_aside)
 
     def _smp_whole_sizes(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which parameters of ``model`` have the sizes of the whole model."""

@@ -22,14 +22,15 @@ from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
 from smp_strategy.distributed.failure import begin_run
+from smp_strategy.distributed.main_process_calls import MainProcessCalls
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.accelerate.pretrained_calls import PretrainedCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]
@@ -56,6 +57,7 @@ class Session:
         state_calls: replaced ``state_dict`` methods of all prepared models.
         pretrained_calls: replaced ``save_pretrained`` methods of those that have one.
         background: asynchronous saves.
+        main_calls: tells other ranks what the main process does alone.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -74,6 +76,7 @@ class Session:
         self.state_calls: list[StateDictCalls] = []
         self.pretrained_calls: list[PretrainedCalls] = []
         self.background = BackgroundSave()
+        self.main_calls = MainProcessCalls()
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 
@@ -130,9 +133,10 @@ class Session:
         """
         if self._engine is None:
             return function()
-        meet("accelerator.smp.with_weights")
-        self._engine.reduce_gradients()
-        found = self._engine.run_hook(function)
+        with self.main_calls.together():
+            meet("accelerator.smp.with_weights")
+            self._engine.reduce_gradients()
+            found = self._engine.run_hook(function)
         if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):
             raise UnsupportedError(
                 "What the function of `with_weights` returns comes out without a history: a loss that it is added to "

@@ -7,10 +7,9 @@ partitioned until a trained one comes.
 """
 
 import gc
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.distributed.common_settings import compare
+from smp_strategy.distributed.crash_report import has_crashed
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
@@ -182,8 +182,10 @@ class TrainingHooks(HookBase):
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
         # `model.forward` now has Accelerate's autocast around it, which calls keep; `own` is what `remove` restores.
-        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own)
+        hears = self.smp.main_calls.pass_by
+        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own, hears)
         self.smp.calls.install()
+        self.smp.main_calls.begin()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = UnpreparedOptimizers(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
@@ -227,6 +229,7 @@ class TrainingHooks(HookBase):
             self.smp,
             device_placement=self.device_placement if device_placement is None else device_placement,
             scaler=self._smp_scaler,
+            number=len(self._optimizers),
         )
         self._optimizers.append(prepared)
         self._smp_attach()
@@ -312,6 +315,7 @@ class TrainingHooks(HookBase):
 
     def free_memory(self, *objects: Any) -> Any:
         """Release everything that is prepared; a model stays spread over the ranks until it is prepared again."""
+        self.smp.main_calls.end()
         self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
@@ -323,6 +327,7 @@ class TrainingHooks(HookBase):
 
     def end_training(self) -> None:
         """End trackers, and restore the model as option ``restore_module`` says. Collective."""
+        self.smp.main_calls.end()
         self.smp.settle()
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
@@ -353,8 +358,11 @@ class TrainingHooks(HookBase):
             self.smp.background.wait()
         except Exception as error:
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
-        if hasattr(sys, "last_value"):  # an uncaught error: other ranks may never come to a collective
+        if has_crashed():  # other ranks may never come to a collective
             return
+        with suppress(RuntimeError):  # a rank that has failed says so itself
+            self.smp.main_calls.end()
+            self.smp.main_calls.arrive()
         self.smp.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.rng_state import RngState, global_state, packed, set_global_state, unpacked
@@ -85,7 +85,7 @@ class _FollowingLoader(DataLoader[Any]):
         collate, puts_together = self.collate_fn, self.batch_size is not None or self.batch_sampler is not None
         if not puts_together:
             return super().__iter__()
-        self.collate_fn = _Counting(collate)
+        self.collate_fn = _Counting(collate, is_of_numbers=_asks_for_numbers(self))
         try:
             return super().__iter__()
         finally:
@@ -103,16 +103,28 @@ class _Counting:
 
     Args:
         collate: the loader's collate function.
+        is_of_numbers: see :class:`~smp_strategy.distributed.rng_sync.BatchSource`.
     """
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any], *, is_of_numbers: bool) -> None:
         self._collate = collate
+        self._is_of_numbers = is_of_numbers
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         if not isinstance(samples, (list, tuple)):
             return batch
-        return _CountedBatch(batch, BatchSource(len(samples), frozenset(_taken_over(batch, samples, ()))))
+        lists = frozenset(_taken_over(batch, samples, ()))
+        return _CountedBatch(batch, BatchSource(len(samples), lists, is_of_numbers=self._is_of_numbers))
+
+
+def _asks_for_numbers(loader: DataLoader[Any]) -> bool:
+    """Whether all ranks of a replica ask for the same samples, and not each for those of its global rank."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    is_by_rank = any(isinstance(each, DistributedSampler) and each.num_replicas == world_size for each in samplers)
+    return not is_by_rank and not isinstance(loader.dataset, IterableDataset)
 
 
 def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -196,7 +208,7 @@ class LoaderPass:
         self._left = self._reading.state()
         self._reading.compare("none left" if found is _END else "one more")
         if found is _END:
-            self._reading.arrived(found, None)
+            self._reading.ended()
             self._is_over = True
             self._tell()
             raise StopIteration
@@ -212,8 +224,8 @@ class LoaderPass:
     def _given(self, found: Any) -> Any:
         """Record the number of samples of a batch, and return the batch."""
         batch, read = found if isinstance(found, _CountedBatch) else (found, None)
+        batch, read = self._reading.arrived(batch, read)
         self._latest = (*self._latest[-1:], read)
-        self._reading.arrived(batch, read)
         return batch
 
     @property

@@ -7,6 +7,7 @@ the time, so later calls in the same run get the same one.
 """
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -21,6 +22,7 @@ from smp_strategy.integrations.hydra.sagemaker_layout import option_in_file
 
 __all__ = ["agreed_start_time", "divide", "global_rank", "num_ranks", "register_resolvers", "with_rank"]
 
+_SEVERAL = re.compile(r"\+*smp=\[([^,\]]+(?:,[^,\]]+)+)\]")
 STORE_KEY = "smp_strategy/start_time"
 STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -116,7 +118,15 @@ def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
 
     Returns:
         ``None`` if the number of stages is that of the ranks.
+
+    Raises:
+        ConfigError: ``layout`` has arguments without names, which are no options.
     """
+    if "_args_" in layout:
+        raise ConfigError(
+            f"`smp._args_={list(layout['_args_'])}`: every option has a name. Write `smp.NAME=VALUE`; `smp=base --cfg "
+            "job` shows all names."
+        )
     stages = layout.get("pipeline_parallel_degree")
     shards, deals_out = layout.get("sharded_data_parallel_degree", 1), layout.get("shard_optimizer_state")
     parts = layout.get("tensor_parallel_degree", 1)
@@ -126,5 +136,14 @@ def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
 
 
 def _chosen_layout() -> str:
-    chosen = HydraConfig.get().runtime.choices.get("smp") if HydraConfig.initialized() else None
-    return chosen or ""
+    if not HydraConfig.initialized():
+        return ""
+    known = HydraConfig.get()
+    for override in known.overrides.task:  # of several Hydra knows no choice
+        if (several := _SEVERAL.fullmatch(override)) is not None:
+            names = [name.strip() for name in several[1].split(",")]
+            raise ConfigError(
+                f"`{override}` names {len(names)} layouts. Each has all options, so only the last would count. Name "
+                f"one: `smp={'_'.join(names)}`."
+            )
+    return known.runtime.choices.get("smp") or ""

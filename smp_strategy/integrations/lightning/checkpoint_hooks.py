@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -53,6 +54,8 @@ from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
+from smp_strategy.integrations.saved_models.spread_saving import spread_model
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -93,6 +96,7 @@ class CheckpointHooks:
         self._engine = engine
         self._resume = resume
         self._saves: AsyncSaves | None = None
+        self._pretrained: list[PretrainedCalls] = []
         self._streamed = StreamedSaves(strategy, tree, engine, self._is_written_here)
         self.looking_plain: Callable[[], AbstractContextManager[None]] = nullcontext
         # An error has come out of a step: ranks may be in different places of it.
@@ -362,6 +366,18 @@ class CheckpointHooks:
         patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
         self._streamed.install(trainer)
+        self._install_pretrained()
+
+    def _install_pretrained(self) -> None:
+        """Let ``save_pretrained`` of models in the module take all ranks, also after the run, while it is spread."""
+        for calls in self._pretrained:
+            calls.remove()
+        engine, module = self._engine(), self._strategy.lightning_module
+        assert module is not None
+        self._pretrained = [
+            PretrainedCalls(part, partial(spread_model, engine, path, nullcontext), engine.saved.looking_as_built)
+            for path, part in pretrained_parts(module)
+        ]
 
     def check(self) -> None:
         """Raise the error of a save that has failed in the background."""

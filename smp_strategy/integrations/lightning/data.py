@@ -50,12 +50,13 @@ class DataRngSync(DataReaders):
     Args:
         mesh: the process mesh; the ranks of a replica must agree.
         is_joint: whether tensor-parallel ranks read alike, too.
+        shares: whether the first rank of a replica sends its batches to the others.
 
     Attributes:
         data_ranks: the global ranks that read each share of the samples.
     """
 
-    def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True) -> None:
+    def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True, shares: bool = False) -> None:
         is_joint = is_joint or mesh.tp == 1
         axes = ("pp", "tp") if is_joint else ("pp",)
         self.data_ranks = mesh.shape.groups(*axes)
@@ -66,6 +67,7 @@ class DataRngSync(DataReaders):
             lambda: mesh.replica_group if is_joint else mesh.pp_group,
             advice=_ADVICE,
             partners=None if is_joint else lambda: mesh.tp_group,
+            shares=shares,
         )
         self._state = global_state()
         # Sources of recent batches: Lightning uses several loaders at once, and prefetches.
@@ -99,11 +101,15 @@ class DataRngSync(DataReaders):
             if not nobody_else_drew:
                 set_global_state(others)
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
         """Record the source of ``batch``; ranks compare it when Lightning moves the batch to the device."""
         tensor = _tensor_in(batch)
         if tensor is not None and read is not None:
             self._arrived.append((weakref.ref(tensor), read))
+        return batch, read
+
+    def ended(self) -> None:
+        """Nothing to do: Lightning knows the end."""
 
     def read_of(self, batch: Any) -> BatchSource | None:
         """The source of ``batch``, or ``None`` if no loader made it or it has no tensor."""

@@ -241,8 +241,8 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.attach(module, trains=fitting)
         # Lightning divides samples for `predict` unevenly, but ranks that exchange samples need equally many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
-        self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint)
-        stream = self._data_stream
+        shares = self.config.share_batches
+        stream = self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint, shares=shares)
         self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
@@ -447,8 +447,7 @@ class StrategyHooks(DelegatingStrategy):
         """Move the batch with the user's transfer hooks, whose random draws belong to the data stream."""
         if self._data_stream is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        self._data_stream.check(batch)
-        self._read = self._data_stream.read_of(batch)
+        batch, self._read = self._data_stream.agreed(batch, self._data_stream.read_of(batch))
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
 

@@ -9,7 +9,9 @@ from smp_strategy.engine.microbatch_notes import (
     notes_on_buffers,
     notes_on_microbatches,
     notes_on_objects,
+    told_of_microbatches,
 )
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.shape_inference import ShapeInference
@@ -125,3 +127,21 @@ def test_a_comparison_of_samples_is_told_with_its_operation_and_the_remedy(takes
     assert note.startswith("The loss compares samples of its batch: `matmul` adds up pairs of samples. ")
     assert told in note
     assert "set `microbatches" in note.lower()
+
+
+@pytest.mark.parametrize(
+    ("error", "sizes", "is_told"),
+    [
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (6)"), (2, 2), True),
+        (ValueError("Expected input batch_size (4) to match target batch_size (2): shapes differ"), (2, 2), True),
+        (IndexError("index 5 is out of bounds for dimension 0 with size 3"), (3, 2), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (6)"), (4,), False),
+        (ValueError("a mistake of the user"), (2, 2), False),
+        (UnsupportedError("shapes of microbatches"), (2, 2), False),
+    ],
+)
+def test_an_error_about_shapes_says_that_the_step_sees_parts_of_the_batch(error, sizes, is_told):
+    with pytest.raises(type(error)) as raised, told_of_microbatches(sizes):
+        raise error
+    notes = " ".join(getattr(raised.value, "__notes__", ()))
+    assert ("`lengths.max()`" in notes and "`microbatches=1`" in notes) == is_told

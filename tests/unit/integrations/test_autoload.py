@@ -115,6 +115,18 @@ print("smp_pp2" in registry.available_strategies(), "ddp" in registry, "smpx" in
     assert prepared(code + more) == f"True True smp_strategy.{home}\n2 8 2\nTrue True False"
 
 
+@pytest.mark.parametrize("fabric", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_says_that_it_has_no_such_strategy(fabric, prepared):
+    code = f"""
+import {fabric} as fabric, smp_strategy
+try:
+    fabric.Fabric(strategy="smp", accelerator="cpu", devices=2)
+except smp_strategy.UnsupportedError as error:
+    print(error)
+"""
+    assert 'there is no strategy for Fabric. Use `Trainer(strategy="smp")`' in prepared(code)
+
+
 def test_it_can_be_switched_off():
     count = """
 import sys, smp_strategy

@@ -15,7 +15,7 @@ from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
-from smp_strategy.integrations.accelerate import state_folders as folders
+from smp_strategy.integrations.saved_models import state_folders as folders
 
 MOST = 100_000  # bytes
 LARGE = torch.zeros(MOST)

@@ -7,32 +7,34 @@ a file only notes what belongs there. Afterwards all ranks write the files toget
 (:mod:`smp_strategy.checkpoint.spread_state`), so names and bytes are those of a single process.
 
 Everything is written beside its place and moved there when it is complete
-(:mod:`smp_strategy.integrations.accelerate.state_folders`).
+(:mod:`smp_strategy.integrations.saved_models.state_folders`).
 
 [Note: whose folder] Usually all ranks name the same folder, which the first of them writes. A script may give each rank
 a folder of its own, so each folder is written by the first rank that names it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import torch.distributed as dist
-from accelerate.utils import clean_state_dict_for_safetensors
 
 from smp_strategy.checkpoint.file_plan import PlannedFile, PlannedTensor
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.stand_in import StandIn
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate import state_folders as folders
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.shared_states import on_every_rank
 from smp_strategy.model.patching import Patches
 
-__all__ = ["FileNotes", "SpreadModel", "write_together"]
+__all__ = ["FileNotes", "SpreadModel", "gathered_state", "spread_model", "write_together"]
 
 
 @final
@@ -63,7 +65,7 @@ class FileNotes:
         if others:
             raise UnsupportedError(
                 f"`{others[0]}` is not a weight of the model as it is, but was made when it was saved, and the model "
-                "is spread over ranks. Save `accelerator.get_state_dict(model)` instead, which gathers the model."
+                f"is spread over ranks. Save by {door_words().save_model} instead."
             )
         noted = {name: PlannedTensor(each.info, each.recipe) for name, each in tensors.items()}
         self.files.append(PlannedFile(str(Path(filename).relative_to(self._folder)), noted, metadata))
@@ -90,12 +92,48 @@ class SpreadModel:
             state = self._engine.saved.spread_state()
         return state, state.stand_ins(self._prefix)
 
-    def write_file(self, path: Path) -> None:
-        """Write the weights to one file of safetensors, in a folder that global rank 0 sees. Collective."""
-        state, entries = self.collected()
-        notes = FileNotes(path.parent)
-        notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
-        state.write(notes.files, path.parent, writers=[0])
+    def gathered_on_first(self) -> dict[str, Any]:
+        """The whole state dict of the part on global rank 0; empty elsewhere. Collective."""
+        with self._aside():
+            return gathered_state(self._engine, self._prefix.removesuffix("."))
+
+    def gathered(self) -> dict[str, Any]:
+        """The whole state dict of the part, on every rank. Collective."""
+        return on_every_rank(self.gathered_on_first())
+
+    @property
+    def is_whole_on_first(self) -> bool:
+        """Whether global rank 0 has all of the module, and no other rank."""
+        return self._engine.saved.is_whole_on_first
+
+
+def spread_model(engine: Engine, path: str, aside: Callable[[], AbstractContextManager[None]]) -> SpreadModel | None:
+    """The module at ``path`` in that of ``engine``, if this rank may lack a part of it; arguments as above.
+
+    Raises:
+        UnsupportedError: its weights have no values yet.
+    """
+    engine.saved.check_values()
+    return SpreadModel(engine, path, aside) if engine.is_spread else None
+
+
+def gathered_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
+    """The state dict of the engine's module, or of that at ``path`` in it, on global rank 0; empty elsewhere.
+
+    Collective.
+    """
+    state = engine.saved.full_state_dict()
+    if not path:
+        return state if isinstance(state, OrderedDict) else OrderedDict(state)
+    start = f"{path}."
+    part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
+    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
+    part._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (name.removeprefix(path).removeprefix("."), value)
+        for name, value in versions.items()
+        if name == path or name.startswith(start)
+    )
+    return part
 
 
 Plan = Callable[[Path, SpreadState, dict[str, Any]], FileNotes]

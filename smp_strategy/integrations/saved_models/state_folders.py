@@ -8,7 +8,6 @@ files are moved in one by one; a reader that comes in between detects that by th
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +39,6 @@ STATES: Final = (
     rf"custom_checkpoint_\d+\.pkl|{SHARDED}|{re.escape(FILE_NAME)}"
 )
 
-_BESIDE: Final = ".incomplete"
 _INDEX: Final = re.compile(r".*\.index(\..*)?\.json")
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
@@ -91,6 +89,9 @@ def delete_oldest(folder: Path, limit: int) -> list[Path]:
 def begin(target: Path) -> Path:
     """Make an empty staging folder for ``target``, with the same last path component, since hooks may look at it.
 
+    It is this process's own: another one may save to ``target`` at the same time. What killed processes have left
+    there is deleted.
+
     Raises:
         ConfigError: ``target`` is a file.
     """
@@ -104,14 +105,11 @@ def begin(target: Path) -> Path:
         place = target.parent.parent  # Accelerate takes whatever it finds in there for a checkpoint
     else:
         place = target.parent
-    staging = place / _BESIDE / target.name
-    if staging.parent.is_symlink() or staging.is_symlink():
-        raise ConfigError(
-            f"{staging}, where {target} is to be written before it is complete, is a link or in one, which is not "
-            "followed. Remove the link."
-        )
     with saving(target):
-        shutil.rmtree(staging, ignore_errors=True)
+        place.mkdir(parents=True, exist_ok=True)
+        for folder in {place, target.parent} if target.parent.is_dir() else {place}:
+            commit.clean(folder)
+        staging = commit.hidden_beside(place / target.name) / target.name
         staging.mkdir(parents=True)
     return staging
 
@@ -134,7 +132,6 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
         target: may exist; files of the same names are replaced.
         replaces: pattern of the names of further files and folders in ``target`` that become out of date.
     """
-    beside = staging.parent
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         commit.commit(staging, target)
@@ -142,15 +139,15 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
         commit.commit(staging, target)
     else:
         new = {each.name for each in staging.iterdir()}
-        for each in target.iterdir():  # an old index beside half of the new files would make them look complete
-            if _INDEX.fullmatch(each.name) and re.fullmatch(replaces, each.name):
-                commit.remove(each)
-        commit.merge(staging, target)  # in the order of names: an index comes after the files that it names
-        for each in target.iterdir():
-            if each.name in new or each == beside or not re.fullmatch(replaces, each.name):
-                continue
-            if each.name != SHARDED or not foreign_entries(each):
-                commit.remove(each)
+        stale = {
+            each.name
+            for each in target.iterdir()
+            if re.fullmatch(replaces, each.name)
+            # An old index beside half of the new files would make them look complete.
+            and (each.name not in new or _INDEX.fullmatch(each.name))
+            and (each.name != SHARDED or not foreign_entries(each))
+        }
+        commit.merge(staging, target, stale=stale)  # an index comes after the files that it names
     remove(staging)
 
 
@@ -171,8 +168,4 @@ def _has_nothing_else(target: Path) -> bool:
 
 def remove(staging: Path) -> None:
     """Delete the remains of ``staging``."""
-    if staging.parent.is_symlink():
-        return
-    shutil.rmtree(staging, ignore_errors=True)
-    if staging.parent.name == _BESIDE and staging.parent.is_dir() and not any(staging.parent.iterdir()):
-        staging.parent.rmdir()
+    commit.discard(staging.parent)

@@ -1,13 +1,14 @@
 """``save_pretrained``, ``push_to_hub`` and ``num_parameters`` of models of transformers and PEFT that are partitioned.
 
 Scripts call ``model.save_pretrained(folder)`` on all ranks, with or without ``is_main_process``, and Hugging Face's
-Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the prepared instance. While the
-model is whole it behaves as usual, also on a single rank. Once the model is partitioned the call is collective, and all
-ranks write (:mod:`smp_strategy.integrations.accelerate.spread_saving`). On one rank alone it raises an error
+Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the instance: that which Accelerate
+prepares, and those in a LightningModule, also after the run. While the model is whole it behaves as usual, also on a
+single rank. Once the model is partitioned the call is collective, and all ranks write
+(:mod:`smp_strategy.integrations.saved_models.spread_saving`). On one rank alone it raises an error
 (:mod:`smp_strategy.distributed.rendezvous`).
 
-The model's own method runs on a gathered state dict, as it always did, if the caller gives one, or if values are needed
-before files are written: pickled files, uploads to the Hub, quantised weights.
+The model's own method runs on a gathered state dict, as it always did, if the caller gives one, if values are needed
+before files are written (pickled files, uploads to the Hub, quantised weights), or if it is that of another library.
 
 ``push_to_hub`` saves in this way, too, and uploads from the first rank only.
 
@@ -18,26 +19,27 @@ counts, is that of the whole model, although a rank has parts of split layers.
 import inspect
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch.distributed as dist
 from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.distributed.door_words import door_words
+from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate import state_folders as folders
-from smp_strategy.integrations.accelerate.spread_saving import FileNotes, SpreadModel, write_together
+from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.model.patching import Patches
 
-__all__ = ["PretrainedCalls", "library_of"]
+__all__ = ["PretrainedCalls", "library_of", "pretrained_parts"]
 
 # Arguments for which values are needed while the library prepares the files, with the value for which they are not.
 _NEEDS_VALUES = {
@@ -47,6 +49,10 @@ _NEEDS_VALUES = {
 }
 _CONVERSION = "path_initial_model_for_weight_conversion"
 _CARD = "README.md"
+# Names of the collective calls.
+_WRITTEN: Final = "model.save_pretrained"
+_GATHERED: Final = "model.save_pretrained, which needs values"
+_UPLOAD: Final = "model.push_to_hub"
 
 
 def library_of(model: nn.Module) -> ModuleType | None:
@@ -59,14 +65,20 @@ def library_of(model: nn.Module) -> ModuleType | None:
     return None
 
 
+def pretrained_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in ``model`` that have ``save_pretrained``, itself included, with their names in it."""
+    return ((name, part) for name, part in model.named_modules() if callable(getattr(part, "save_pretrained", None)))
+
+
 @final
 class PretrainedCalls:
     """Replacement of ``save_pretrained``, ``push_to_hub`` and ``num_parameters`` of one model.
 
     Args:
-        model: Model of transformers or of PEFT.
+        model: Model of transformers or of PEFT, or another one with ``save_pretrained``.
         spread: Returns the partitioned model, or ``None`` while this rank has all of it.
         whole_sizes: Makes a context in which its parameters have the sizes of the whole model.
+        together: Makes a context of a call of all ranks, which another rank also makes by :meth:`take_part`.
 
     Attributes:
         model: As given.
@@ -77,15 +89,18 @@ class PretrainedCalls:
         model: nn.Module,
         spread: Callable[[], SpreadModel | None],
         whole_sizes: Callable[[], AbstractContextManager[None]],
+        *,
+        together: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext(),
     ) -> None:
+        self._together = together
         self.model = model
         self._spread = spread
         self._whole_sizes = whole_sizes
         self._patches = Patches()
         self._library = library_of(model)
+        self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
+        self._patches.replace(model, self._save_pretrained, "save_pretrained")
         if self._library is not None:
-            self._own: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
-            self._patches.replace(model, self._save_pretrained, "save_pretrained")
             self._own_push: Callable[..., Any] = model.push_to_hub  # type: ignore[assignment]
             self._patches.replace(model, self._push_to_hub, "push_to_hub")
             if hasattr(model, "num_parameters"):
@@ -106,19 +121,26 @@ class PretrainedCalls:
         if spread is None:
             self._own(save_directory, *arguments, **options)
             return
+        if spread.is_whole_on_first or self._library is None:
+            self._save_on_first(spread, save_directory, *arguments, **options)
+            return
         names = list(inspect.signature(self._own).parameters)[1:]
         options |= dict(zip(names, arguments, strict=False))
         if options.get(_CONVERSION) is not None:
             raise UnsupportedError(
                 f"`save_pretrained({_CONVERSION}={options[_CONVERSION]!r})` loads the initial adapter into the model, "
                 "which is spread over ranks, and computes with its weights. Call it when every rank has the whole "
-                'model: with `restore_module="all"`, after `accelerator.end_training()`.'
+                f'model: with `restore_module="all"`, after {door_words().end_of_run}.'
             )
         if options.get("state_dict") is not None:
-            self._own(save_directory, **options)  # perhaps on one rank only
+            with self._parts_give_names():
+                self._own(save_directory, **options)  # perhaps on one rank only
             return
         if self._needs_values(options):
-            self._save_gathered(save_directory, options)
+            with self._together(_GATHERED):
+                state = spread.gathered()
+                with alike("saving a model"):
+                    self._own(save_directory, **{**options, "state_dict": state})
             return
         is_main = options.pop("is_main_process", True)
         options.pop("state_dict", None)
@@ -129,18 +151,43 @@ class PretrainedCalls:
             return self._plan(Path(save_directory), staging, entries, options)
 
         target = Path(save_directory) if is_main else None
-        write_together("model.save_pretrained", spread, target, plan, replaces=replaces)
+        with self._together(_WRITTEN):
+            write_together(_WRITTEN, spread, target, plan, replaces=replaces)
 
-    def _save_gathered(self, save_directory: Any, options: dict[str, Any]) -> None:
-        """Save on a gathered state dict; an upload that fails on the first rank fails on all. Collective."""
-        state = self.model.state_dict()
-        with alike(f"saving to {save_directory}"):
-            self._own(save_directory, **{**options, "state_dict": state})
+    def take_part(self, call: str) -> None:
+        """Make a ``call`` of the main process with it. Collective."""
+        spread = self._spread()
+        assert spread is not None
+        if call == _UPLOAD:
+            self._push_to_hub()
+        elif call == _WRITTEN:
+            write_together(_WRITTEN, spread, None, lambda *_: FileNotes(Path()))
+        else:
+            spread.gathered()
+            with alike("saving a model"):
+                pass
+
+    def _save_on_first(self, spread: SpreadModel, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        """Save by the model's own method on global rank 0. Collective, unless that rank has the whole model."""
+        if spread.is_whole_on_first:
+            if dist.get_rank() == 0:
+                self._own(save_directory, *arguments, **options)
+            return
+        meet(_WRITTEN)
+        state = spread.gathered_on_first()
+        with alike(f"saving to {save_directory}"), Patches() as patches:
+            if dist.get_rank() == 0:
+                patches.put(self.model, "state_dict", lambda *_, **__: state)
+                self._own(save_directory, *arguments, **options)
 
     def _push_to_hub(self, *arguments: Any, **options: Any) -> Any:
         """Save on all ranks, and upload from the first one, which other ranks wait for. Collective."""
         if self._spread() is None:
             return self._own_push(*arguments, **options)
+        with self._together(_UPLOAD):
+            return self._uploaded(*arguments, **options)
+
+    def _uploaded(self, *arguments: Any, **options: Any) -> Any:
         is_first, uploaded = dist.get_rank() == 0, None
         sizes = {name: options[name] for name in ("max_shard_size",) if name in options}
         with ExitStack() as stack:
@@ -169,14 +216,20 @@ class PretrainedCalls:
     def _plan(self, target: Path, staging: Path, entries: dict[str, Any], options: dict[str, Any]) -> FileNotes:
         """Let the library prepare all files; those of tensors are noted."""
         notes = FileNotes(staging)
-        with Patches() as patches, notes.instead_of(self._library, "safe_save_file"):
-            for part in self.model.modules():
-                if part is not self.model:  # PEFT asks those that it saves whole (`modules_to_save`) for names
-                    patches.put(part, "state_dict", partial(_without_values, part.state_dict))
+        with self._parts_give_names(), notes.instead_of(self._library, "safe_save_file"):
             if self._is_adapter and (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
                 shutil.copyfile(target / _CARD, staging / _CARD)
             self._own(str(staging), state_dict=entries, is_main_process=True, **options)
         return notes
+
+    @contextmanager
+    def _parts_give_names(self) -> Iterator[None]:
+        """Context in which PEFT may ask modules that it saves whole (`modules_to_save`) for the names of weights."""
+        with Patches() as patches:
+            for part in self.model.modules():
+                if part is not self.model:
+                    patches.put(part, "state_dict", partial(_without_values, part.state_dict))
+            yield
 
 
 def _without_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

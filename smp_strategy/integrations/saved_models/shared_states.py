@@ -3,7 +3,8 @@
 Scripts write the result of ``model.state_dict()`` on all ranks, as under DistributedDataParallel, and the last writer
 wins. So all ranks need the same contents. A copy for each would take the memory of the model times the ranks of a
 machine. Instead the first rank of a machine writes the tensors to a file in shared memory, which the others map
-copy-on-write. The file is unlinked before they return, and its memory is freed with the last tensor.
+copy-on-write. The file has no name, where the system knows such files, so that its memory is freed with the last
+tensor, or with the last process, however that ends. Else it is unlinked before they return.
 """
 
 import os
@@ -25,7 +26,7 @@ from smp_strategy.distributed.rendezvous import alike
 
 __all__ = ["on_every_rank", "sent_to_writers", "storage_of"]
 
-_SHARED: Final = Path("/dev/shm")
+_NAMELESS: Final = Path("/proc/self/fd")
 _ALIGNMENT: Final = 64
 
 
@@ -53,13 +54,14 @@ def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
     if dist.get_world_size() == 1:
         return state
     rank = dist.get_rank()
-    nodes = collectives.gather_objects(platform.node(), "who shares a machine")
+    nodes = collectives.gather_objects(_machine(), "who shares a machine")
     leader = nodes.index(nodes[rank])
     state = sent_to_writers(state, writes=rank == leader)
     mine: tuple[Any, ...] | None = None
+    room = _Room()
     with alike("sharing a state with the ranks of a machine"):
         if rank == leader:
-            mine = (*_written(state), getattr(state, "_metadata", None))
+            mine = (*_written(state, room), getattr(state, "_metadata", None))
     told = collectives.gather_objects(mine, "a state that the ranks of a machine share")[leader]
     assert told is not None
     layout, path, metadata = told
@@ -67,8 +69,7 @@ def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
         with alike("reading a state that another rank of the machine shares"):
             found = _mapped(layout, path)
     finally:
-        if rank == leader:
-            os.unlink(path)
+        room.close()
     if metadata is None:
         return found
     ordered = OrderedDict(found)
@@ -76,8 +77,8 @@ def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
     return ordered
 
 
-def _written(state: Mapping[str, Any]) -> tuple[Any, str]:
-    """Write the tensors of ``state`` to a file; return ``state`` with slots in their place, and the path."""
+def _written(state: Mapping[str, Any], room: "_Room") -> tuple[Any, str]:
+    """Write the tensors of ``state`` to ``room``; return ``state`` with slots in their place, and the path."""
     slots: dict[Any, tuple[_Slot, Tensor]] = {}
     end = 0
 
@@ -94,32 +95,49 @@ def _written(state: Mapping[str, Any]) -> tuple[Any, str]:
         return slots[key][0]
 
     layout = pytree.tree_map(slot_of, dict(state))
-    path = _room(max(end, 1))
     try:
+        path = room.opened(max(end, 1))
         memory = np.memmap(path, dtype=np.uint8, mode="r+")
         for slot, tensor in slots.values():
             _view(memory, slot).copy_(tensor.detach())
     except BaseException:
-        os.unlink(path)
+        room.close()
         raise
     return layout, path
 
 
-def _room(num_bytes: int) -> str:
-    """Create a file of that size, in shared memory if there is room."""
-    for folder in (_SHARED, None) if _SHARED.is_dir() else (None,):
-        handle, path = tempfile.mkstemp(prefix="smp-state-", dir=folder)
-        try:
-            os.posix_fallocate(handle, 0, num_bytes)
-        except OSError:
-            os.unlink(path)
-            if folder is None:
-                raise
-            continue
-        finally:
-            os.close(handle)
-        return path
-    raise AssertionError("unreachable")
+class _Room:
+    """A file in shared memory, or on disk where there is no room for it."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._path: str | None = None
+
+    def opened(self, num_bytes: int) -> str:
+        """Create it with that size; the path by which processes of this machine open it until :meth:`close`."""
+        if _NAMELESS.is_dir() and hasattr(os, "memfd_create"):
+            self._number = os.memfd_create("smp-state")
+            try:
+                os.posix_fallocate(self._number, 0, num_bytes)
+                return str(Path(f"/proc/{os.getpid()}/fd/{self._number}"))
+            except OSError:
+                self.close()
+        self._number, self._path = tempfile.mkstemp(prefix="smp-state-")
+        os.posix_fallocate(self._number, 0, num_bytes)
+        return self._path
+
+    def close(self) -> None:
+        """Let it end with its last user."""
+        if self._number is not None:
+            os.close(self._number)
+        if self._path is not None:
+            os.unlink(self._path)
+        self._number = self._path = None
+
+
+def _machine() -> tuple[str, str]:
+    """Key of processes that can open files of each other."""
+    return platform.node(), os.readlink("/proc/self/ns/pid") if _NAMELESS.is_dir() else ""
 
 
 def _mapped(layout: Any, path: str) -> dict[str, Any]:

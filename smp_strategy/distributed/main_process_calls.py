@@ -1,0 +1,179 @@
+"""Calls that only the main process makes: the other ranks take part, from the place that they have come to meanwhile.
+
+Published scripts save inside of ``if accelerator.is_main_process:``. A model that is spread over ranks takes all of
+them for that. So the main process says where it goes on, and the others listen before they do anything that needs it::
+
+    main process   update | save_state ------------->| next batch          says: save_state; go on
+    other rank     update |  next batch: listens ... takes part ... | go on
+
+[Note: rounds] What all ranks do together (an update, a gather, a save) begins a *round*. Before it, and at the end of
+the run, the main process sends one small message to each rank, and the others wait for it. So they do at the first
+*place* of a round: a batch is read, or the model is called. Later places cost nothing: replicas may come to more of
+them than others. The message says that the main process goes on, too, or names a call. Then the others take part, and
+listen again, unless it is their own call. So a call of the main process alone works where the others have yet to come
+to the first place of the round, or to the next thing that all do together: after an update, and at the end of a run,
+which is where scripts save.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.distributed import pending_messages
+from smp_strategy.distributed.deadlock import watch_of
+from smp_strategy.distributed.message_tags import MAIN_PROCESS
+from smp_strategy.distributed.wait_positions import Condition
+
+__all__ = ["MainProcessCalls"]
+
+_CHANNEL: Final = "where the main process goes on"
+_DOING: Final = "the main process to go on"
+# What it says, besides calls: it has passed a place, or it does what all ranks do together.
+_PASSES: Final = ("passes",)
+_MEETS: Final = ("meets",)
+_WORDS: Final = (_PASSES, _MEETS)
+
+
+@final
+class MainProcessCalls:
+    """What the main process of one Accelerator tells the other ranks. See [Note: rounds].
+
+    Attributes:
+        take_part: Makes a call, given as plain values, together with the main process.
+    """
+
+    def __init__(self) -> None:
+        self.take_part: Callable[[Any], None] = _refuse
+        self._round: tuple[int, int] | None = None  # how often rounds have begun anew, and the number; `None`: none
+        self._num_begins = 0
+        self._has_passed = False  # a place of this round
+        self._has_heard = False  # that the main process has passed the end of this round
+        self._depth = 0  # of calls that all ranks make
+        self._waits: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Begin the first round. Collective."""
+        self._num_begins += 1
+        self._round = self._num_begins, -1
+        self.begin_round()
+
+    def end(self) -> None:
+        """End all rounds, when every rank has come here. Collective."""
+        self._meet(_MEETS)
+        self._round = None
+
+    def pass_by(self) -> None:
+        """Pass a place: tell the other ranks, or listen to the main process and take part in its calls."""
+        if not self._is_on or self._has_passed:
+            return
+        if dist.get_rank() == 0:
+            self._say(_PASSES)
+        else:
+            while (said := self._heard()) not in (_PASSES, _MEETS):
+                self._join(said)
+            self._has_heard = said == _MEETS
+        self._has_passed = True
+
+    def begin_round(self) -> None:
+        """Begin a round, because all ranks do something together."""
+        if self._round is not None and not self._depth:
+            self._round = self._round[0], self._round[1] + 1
+            self._has_passed = self._has_heard = False
+
+    @contextmanager
+    def together(self, call: Any = _MEETS) -> Iterator[None]:
+        """Context of a call that all ranks make.
+
+        Args:
+            call: Its name, what it is about, and plain arguments by which others can take part in it; default: they
+                cannot. A call of the main process with the same name, about the same, counts as this one: if it was
+                another, the others take part in this one later.
+        """
+        self._meet(call)
+        with self._joint():
+            yield
+
+    @property
+    def _is_on(self) -> bool:
+        return self._round is not None and not self._depth and dist.is_initialized() and dist.get_world_size() > 1
+
+    def _meet(self, call: Any) -> None:
+        if not self._is_on or self._has_heard:
+            return
+        if dist.get_rank() == 0:
+            self._say(call)
+            return
+        while (said := self._heard()) != _MEETS and said[:2] != call[:2]:
+            if said != _PASSES:
+                self._join(said)
+
+    def _join(self, call: Any) -> None:
+        with self._joint():
+            self.take_part(call)
+
+    @contextmanager
+    def _joint(self) -> Iterator[None]:
+        self.begin_round()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def arrive(self) -> None:
+        """Wait until the other ranks have heard everything. They have, but for the end of the process."""
+        if not self._waits or not dist.is_initialized():
+            return
+        with watch_of().waiting(lambda: [[]], _world(), _DOING):
+            for wait in self._waits:
+                wait()
+        self._waits.clear()
+
+    def _say(self, said: Any) -> None:
+        assert self._round is not None
+        self.arrive()
+        parts = []
+        if said in _WORDS:
+            size = -1 - _WORDS.index(said)
+        else:
+            content = bytearray(pickle.dumps(said))
+            size, parts = len(content), [torch.frombuffer(content, dtype=torch.uint8)]
+        parts = [torch.tensor([*self._round, size], dtype=torch.int64, device="cpu"), *parts]
+        watch_of().count(_CHANNEL, _DOING)
+        for rank in range(1, dist.get_world_size()):
+            self._waits += [pending_messages.send(part, rank, MAIN_PROCESS, _world()) for part in parts]
+
+    def _heard(self) -> Any:
+        """The next message of the main process in this round."""
+        assert self._round is not None
+        while True:
+            number, said = self._received()
+            if number >= self._round:  # else it is of a round that an error has ended on some ranks only
+                return said
+
+    def _received(self) -> tuple[tuple[int, int], Any]:
+        """The next message, and its round."""
+        head = torch.zeros(3, dtype=torch.int64, device="cpu")
+        needs = [[Condition(0, _CHANNEL, watch_of().count(_CHANNEL, _DOING))]]
+        with watch_of().waiting(lambda: needs, _world(), _DOING):
+            pending_messages.receive(head, 0, MAIN_PROCESS, _world())()
+            begins, number, size = head.tolist()
+            if size < 0:
+                return (begins, number), _WORDS[-1 - size]
+            content = torch.empty(size, dtype=torch.uint8, device="cpu")
+            pending_messages.receive(content, 0, MAIN_PROCESS, _world())()
+        return (begins, number), pickle.loads(content.numpy().tobytes())
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _refuse(call: Any) -> None:
+    raise AssertionError(f"nobody takes part in {call}")
