@@ -135,7 +135,12 @@ PRECISIONS: Mapping[str, Mapping[str, Any]] = {
 
 def _case(layout: str, **precision: Any) -> Case:
     world, options = LAYOUTS[layout]
-    merged = {"pipeline_parallel_degree": 1, "microbatches": NUM_MICROBATCHES, **options, **precision.pop("options", {})}
+    merged = {
+        "pipeline_parallel_degree": 1,
+        "microbatches": NUM_MICROBATCHES,
+        **options,
+        **precision.pop("options", {}),
+    }
     return Case(world=world, options=merged, **precision)
 
 

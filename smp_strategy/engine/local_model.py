@@ -44,7 +44,7 @@ from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
-from smp_strategy.precision.dtypes import reduce_dtype
+from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
@@ -158,6 +158,12 @@ class LocalModel:
         names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
+
+    @property
+    def sums_wider(self) -> bool:
+        """Whether gradients of some weights are added up in a wider dtype than that in which they are computed."""
+        casts = compute_dtype(self._config) is not None
+        return casts or self._config.gradient_dtype == "float32" and any(is_half(p.dtype) for p in self.parameters)
 
     @property
     def is_spread_as_made(self) -> bool:

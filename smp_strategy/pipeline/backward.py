@@ -52,6 +52,7 @@ class MicrobatchBackward:
         self._program = program
         self._stage = stage.number
         self._transport = stage.transport
+        self._backward = stage.backward
         self._goes_on = goes_on
         self._retain_graph = retain_graph
         self._next = len(program.graph.segments) - 1
@@ -149,11 +150,11 @@ class MicrobatchBackward:
         if roots:
             edges, gradients = zip(*roots, strict=True)
             if split:
-                deferred = backward_of_imports(edges, gradients, self._waited_for(segment))
+                deferred = backward_of_imports(edges, gradients, self._waited_for(segment), self._backward)
                 if deferred:
                     self._deferred[segment.index] = deferred
             else:
-                torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
+                self._backward(edges, gradients, retain_graph=self._retain_graph)
         for imported in segment.imports:
             self._return(imported)
         if split:

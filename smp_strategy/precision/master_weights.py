@@ -5,12 +5,12 @@ updates of a weight are smaller than the distance to the next half-precision num
 this without anyone having asked for it: loaded with the dtype of their checkpoint, or built under another default
 dtype. Inference is allowed, and frozen parameters may stay (under adapters, say), but training them is refused.
 
-Gradients of half-precision parameters are added up in float32: microbatches and accumulated batches contribute many small
-gradients, whose sum would lose them in half precision. A gradient that comes alone needs no sum, and stays as it is. When
-a second one comes, the first is widened, and from then on autograd adds each in place: the addition itself converts, so
-that a summand costs what it costs in half precision, and there is no copy of it. What computes with the sum (over ranks,
-the global norm, scaling) has it in float32. The optimizer itself needs parameter, gradient and state in one dtype, so for
-its step the sum is rounded once.
+Gradients of half-precision parameters are added up in float32: microbatches and accumulated batches contribute many
+small gradients, whose sum would lose them in half precision. A gradient that comes alone needs no sum, and stays as it
+is. When a second one comes, the first is widened, and from then on autograd adds each in place: the addition itself
+converts, so that there is no copy of a summand. What computes with the sum (over ranks, the global norm, scaling) has
+it in float32. The optimizer itself needs parameter, gradient and state in one dtype, so for its step the sum is rounded
+once.
 """
 
 import weakref
