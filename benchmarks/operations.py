@@ -1,9 +1,9 @@
 """What is a device given to do in a step, beside a plain loop over the same microbatches?
 
-A step's time on a GPU cannot be measured without one, but its work can be counted exactly: every aten operation of every
-thread of Python (microbatches, sums, messages) passes a dispatch mode, below autograd and above the kernels. A view
-counts as an operation, but moves no bytes; any other moves those of its inputs and of its results. Figures are exact,
-so a test keeps them (``tests/ranks/test_operations.py``)::
+A step's time on a GPU cannot be measured without one, but its work can be counted exactly: every aten operation of
+every thread of Python (microbatches, sums, messages) passes a dispatch mode, below autograd and above the kernels. Any
+but a view counts, and moves the bytes of its inputs and of its results; views, ``detach`` and allocations are no work
+of a device. Figures are exact, so a test keeps them (``tests/ranks/test_operations.py``)::
 
     python -m benchmarks.operations               # all cases
     python -m benchmarks.operations bf16-true     # those whose name contains a word
@@ -13,7 +13,7 @@ With replicas and shards, each rank is compared with a plain loop over its own m
 together are compared with one plain loop; with split layers, a rank has the operations of the plain loop and its own
 share of the bytes. What leaves a rank and what arrives there is not work that a single process has, so copies of
 messages, gathers and sums over ranks are in the table's last two columns, by difference: what is more than the plain
-loop does. The last line is JSON: the worst ratios over all cases of one rank and of stages.
+loop does. The last line is JSON: the worst ratios of each layout.
 """
 
 import contextlib
@@ -42,6 +42,8 @@ __all__ = ["CASES", "Case", "Counts", "compare", "main"]
 
 GPT_OF_CASES = GPT(vocabulary=64, separates_ends=True, length=16, width=48, num_blocks=6)
 NUM_MICROBATCHES = 4
+# Not views by their schema, but without work for a device.
+_NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "_unsafe_view", "_lazy_clone"})
 
 
 @dataclass
@@ -49,7 +51,10 @@ class Counts(TorchDispatchMode):
     """Operations of all threads, while it counts."""
 
     operations: int = 0
+    """That compute or copy."""
     bytes_moved: int = 0
+    views: int = 0
+    """Views and allocations."""
     by_name: dict[str, int] = field(default_factory=dict)
     is_on: bool = False
 
@@ -62,9 +67,11 @@ class Counts(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.is_on and func.namespace == "aten":
             name = str(func.overloadpacket).removeprefix("aten.")
-            self.operations += 1
-            self.by_name[name] = self.by_name.get(name, 0) + 1
-            if not func.is_view:
+            if func.is_view or name in _NO_WORK:
+                self.views += 1
+            else:
+                self.operations += 1
+                self.by_name[name] = self.by_name.get(name, 0) + 1
                 tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
                 self.bytes_moved += sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
         return result
@@ -243,7 +250,7 @@ def _counted(case: Case) -> Counts:
         counts.of(step)
     engine.detach()
     engine.close()
-    return Counts(counts.operations, counts.bytes_moved, counts.by_name)
+    return Counts(counts.operations, counts.bytes_moved, counts.views, counts.by_name)
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,13 @@ class Comparison:
     def _ratio(self, found: Sequence[int], plain: int) -> float:
         return (sum(found) if self.shares > 1 else max(found)) / plain
 
+    @property
+    def with_views(self) -> float:
+        """Ratio of operations and views together."""
+        return self._ratio(
+            [each.operations + each.views for each in self.ranks], self.plain.operations + self.plain.views
+        )
+
     def differences(self) -> str:
         """Operations that the ranks have more or less often, together if they share a loop."""
         ranks = self.ranks if self.shares > 1 else self.ranks[:1]
@@ -276,34 +290,45 @@ class Comparison:
         return ", ".join(f"{name} {count:+}" for name, count in ordered if count)
 
 
-def compare(case: Case) -> Comparison:
-    """Count a step of the package and one of the plain loop."""
-    ranks = run_ranks(_counted_of, case.world, case)
-    return Comparison(_counted_plain(case), [Counts(*each) for each in ranks], case.shares)
+def compare(cases: Mapping[str, Case]) -> dict[str, Comparison]:
+    """Count steps of the package and of the plain loop, of cases with equally many ranks."""
+    (world,) = {case.world for case in cases.values()}
+    of_ranks = run_ranks(_counted_each, world, list(cases.values()))
+    plain = [_counted_plain(case) for case in cases.values()]
+    return {
+        name: Comparison(plain[number], [Counts(*found[number]) for found in of_ranks], case.shares)
+        for number, (name, case) in enumerate(cases.items())
+    }
 
 
-def _counted_of(case: Case) -> tuple[int, int, dict[str, int]]:
-    counts = _counted(case)
-    return counts.operations, counts.bytes_moved, counts.by_name
+def _counted_each(cases: Sequence[Case]) -> list[tuple[int, int, int, dict[str, int]]]:
+    found = map(_counted, cases)
+    return [(each.operations, each.bytes_moved, each.views, each.by_name) for each in found]
 
 
 def main(words: Sequence[str]) -> None:
     """Print the table and the figures."""
-    print("| case | plain: operations | bytes | ours: operations | bytes | operations | bytes |")
-    print("|---|---|---|---|---|---|---|")
-    found = {}
-    for name, case in CASES.items():
-        if all(word in name for word in words):
-            found[name] = each = compare(case)
+    print("| case | plain: operations | bytes | ours: operations | bytes | operations | bytes | with views |")
+    print("|---|---|---|---|---|---|---|---|")
+    found: dict[str, Comparison] = {}
+    for layout in LAYOUTS:
+        asked = [name for name in CASES if name.startswith(f"{layout},") and all(word in name for word in words)]
+        found |= compare({name: CASES[name] for name in asked}) if asked else {}
+        for name in asked:
+            each = found[name]
             ranks = " + ".join(str(rank.operations) for rank in each.ranks)
             moved = " + ".join(f"{rank.bytes_moved:,}" for rank in each.ranks)
             plain = f"{each.plain.operations} | {each.plain.bytes_moved:,}"
-            print(f"| {name} | {plain} | {ranks} | {moved} | {each.operations:.3f} | {each.bytes_moved:.3f} |")
+            ratios = f"{each.operations:.3f} | {each.bytes_moved:.3f} | {each.with_views:.3f}"
+            print(f"| {name} | {plain} | {ranks} | {moved} | {ratios} |")
             print("   ", each.differences(), flush=True)
-    figures = {
-        "worst_operations": round(max(each.operations for each in found.values()), 4),
-        "worst_bytes": round(max(each.bytes_moved for each in found.values()), 4),
-    }
+    figures: dict[str, dict[str, float]] = {"worst_operations": {}, "worst_bytes": {}, "worst_with_views": {}}
+    for layout in LAYOUTS:
+        those = [each for name, each in found.items() if name.startswith(f"{layout},")]
+        if those:
+            figures["worst_operations"][layout] = round(max(each.operations for each in those), 4)
+            figures["worst_bytes"][layout] = round(max(each.bytes_moved for each in those), 4)
+            figures["worst_with_views"][layout] = round(max(each.with_views for each in those), 4)
     print(json.dumps(figures))
 
 

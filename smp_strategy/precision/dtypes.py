@@ -62,7 +62,7 @@ def is_half(dtype: torch.dtype) -> bool:
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Dtype in which gradients of ``parameter`` are added up, once a step has begun."""
-    is_widened = is_half(parameter.dtype) and parameter.grad_dtype is None
+    is_widened = is_half(parameter.dtype) and parameter.grad_dtype != parameter.dtype
     return torch.float32 if is_widened else parameter.dtype
 
 
