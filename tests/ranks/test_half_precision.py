@@ -47,6 +47,8 @@ def expected_of(name: str, kind: str, precision: str, layout: str, units: Any, m
     return one_half_process(name, kind, units, HALVES[precision], sizes, together, max_norm)
 
 
+IN_HALF = {"gradient_dtype": "parameter"}
+
 # A weight that is tied over stages, or whose pieces lie on several ranks, is where layouts differ by the model.
 TIED = ("one rank", "pp2", "pp4, 1f1b", "sdp2", "pp2 sdp2, use", "mics 2x2, dealt out")
 
@@ -95,6 +97,21 @@ def test_parameters_of_half_precision_add_up_their_gradients_in_float32(layout):
     assert_equal(ranks[0][0], weights)
     for *_, restored, _ in ranks:
         assert_equal(restored, weights)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp2", "pp2, zero bubble", "sdp2", "zero1"])
+def test_gradients_of_half_precision_can_be_added_up_as_pytorch_does(layout):
+    world, options = LAYOUTS[layout]
+    found = run_ranks(half_rank, world, "gpt2", "momentum", {**options, "fp16_params": True, **IN_HALF})[0]
+    sizes = world // options["pipeline_parallel_degree"], options.get("microbatches", 1)
+    plain, wide = (
+        one_half_process(
+            *("gpt2", "momentum", found[4], torch.float16, sizes), without_masters=True, sums_in_half=sums_in_half
+        )[0]
+        for sums_in_half in (True, False)
+    )
+    assert_equal(found[0], plain)
+    assert any(not torch.equal(plain[name], wide[name]) for name in plain)
 
 
 @pytest.mark.dear
