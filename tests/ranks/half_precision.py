@@ -76,7 +76,7 @@ def _flatten_again(unit: nn.Module) -> None:
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
 
 
-def one_half_process(
+def one_half_process(  # noqa: PLR0913
     name: str,
     kind: str,
     units: Iterable[str],
@@ -85,20 +85,19 @@ def one_half_process(
     together: int | None = None,
     max_norm: float | None = None,
     without_masters: bool = False,
-    sums_in_half: bool = False,
+    sums_in: torch.dtype = torch.float32,
 ) -> Any:
     """See :func:`tests.ranks.test_state_sharding.one_process`.
 
     Args:
         layout: numbers of replicas and microbatches.
         without_masters: round parameters to ``dtype`` after each step, and what the optimizer gets and keeps.
-        sums_in_half: round sums of gradients to ``dtype`` after each addition, as PyTorch adds half-precision gradients.
+        sums_in: dtype to which sums of gradients are rounded after each addition.
     """
     torch.manual_seed(0)
     model = MODELS[name]()
     if without_masters:
-        rounded = dtype if sums_in_half else torch.float32
-        return _half_parameters(model, OPTIMIZERS[kind], (name, units, dtype), layout, together, rounded)
+        return _half_parameters(model, OPTIMIZERS[kind], (name, units, dtype), layout, together, sums_in)
     by_hand = ByHand(model, units, dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     norms = []

@@ -47,8 +47,6 @@ def expected_of(name: str, kind: str, precision: str, layout: str, units: Any, m
     return one_half_process(name, kind, units, HALVES[precision], sizes, together, max_norm)
 
 
-IN_HALF = {"gradient_dtype": "parameter"}
-
 # A weight that is tied over stages, or whose pieces lie on several ranks, is where layouts differ by the model.
 TIED = ("one rank", "pp2", "pp4, 1f1b", "sdp2", "pp2 sdp2, use", "mics 2x2, dealt out")
 
@@ -99,18 +97,18 @@ def test_parameters_of_half_precision_add_up_their_gradients_in_float32(layout):
         assert_equal(restored, weights)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp2", "pp2, zero bubble", "sdp2", "zero1"])
+@pytest.mark.parametrize("layout", ["one rank", "pp2, zero bubble", "pp2 sdp2", "zero1"])
 def test_gradients_of_half_precision_can_be_added_up_as_pytorch_does(layout):
     world, options = LAYOUTS[layout]
-    found = run_ranks(half_rank, world, "gpt2", "momentum", {**options, "fp16_params": True, **IN_HALF})[0]
-    sizes = world // options["pipeline_parallel_degree"], options.get("microbatches", 1)
+    options = {**options, "fp16_params": True, "gradient_dtype": "parameter", "microbatches": 4}
+    found = run_ranks(half_rank, world, "gpt2", "momentum", options)[0]
+    sizes = world // options["pipeline_parallel_degree"], 4
     plain, wide = (
-        one_half_process(
-            *("gpt2", "momentum", found[4], torch.float16, sizes), without_masters=True, sums_in_half=sums_in_half
-        )[0]
-        for sums_in_half in (True, False)
+        one_half_process(*("gpt2", "momentum", found[4], torch.float16, sizes), without_masters=True, sums_in=dtype)[0]
+        for dtype in (torch.float16, torch.float32)
     )
-    assert_equal(found[0], plain)
+    # Shards are divided by the number of ranks before they are summed: of tiny numbers the last digit differs.
+    assert_equal(found[0], plain, tolerance=1e-5 if "sdp2" in layout else 0.0)
     assert any(not torch.equal(plain[name], wide[name]) for name in plain)
 
 
