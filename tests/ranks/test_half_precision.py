@@ -108,7 +108,7 @@ def test_gradients_of_half_precision_can_be_added_up_as_pytorch_does(layout):
         for dtype in (torch.float16, torch.float32)
     )
     # Shards are divided by the number of ranks before they are summed: of tiny numbers the last digit differs.
-    assert_equal(found[0], plain, tolerance=1e-5 if "sdp2" in layout else 0.0)
+    assert_equal(found[0], plain, tolerance=1e-3 if "sdp2" in layout else 0.0)
     assert any(not torch.equal(plain[name], wide[name]) for name in plain)
 
 
