@@ -21,7 +21,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.segments import Import, edge_of, import_at
 from smp_strategy.pipeline.weight_gradients import can_come_later, formula_of
 
-__all__ = ["Backward", "Deferred", "Roots", "backward_of_imports", "explored", "node_of"]
+__all__ = ["Deferred", "Roots", "backward_of_imports", "explored", "node_of"]
 
 Node = Any
 """A node of autograd's graph."""

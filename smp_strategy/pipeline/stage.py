@@ -15,7 +15,6 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import Latest
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.results import begin_to_make_real
-from smp_strategy.pipeline.split_backward import Backward
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import Replicas
 
@@ -52,7 +51,7 @@ class Stage:
     """Wrapper of each unit that runs on this stage, which provides its weights."""
     activations: UnitWrapper = field(default_factory=UnitWrapper)
     """Activation policy of the units: recomputation and offload."""
-    backward: Backward = torch.autograd.backward
+    backward: Callable[..., None] = torch.autograd.backward
     """Runs autograd from some roots on, and adds to the gradients of leaves."""
     reads_refused: str = ""
     """Reason why Python code must not see values in steps; empty: it may."""
