@@ -19,9 +19,13 @@ class OptionKeywords(TypedDict, total=False):
     (SageMaker's default) if parameters or optimizer state are sharded."""
     microbatches: int | None
     """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
+    evaluation_microbatches: int
+    """Microbatches of a step without gradients: 1 for metrics of the whole batch; more overlap stages and save memory.
+    SageMaker's steps return one result for each of ``microbatches``, and stay so."""
     active_microbatches: int | None
-    """Most microbatches in flight on a rank; it limits activation memory. ``None``: as many as the schedule needs
-    (``interleaved``: number of stages + 2)."""
+    """Most microbatches in flight on a rank. ``None``: as the schedule needs (``interleaved``: stages + 2)."""
+    share_batches: bool
+    """The first rank of a replica sends its batches to the others, whose datasets may give other samples."""
     pipeline: Literal["interleaved", "simple", "1f1b", "zb-h1", "zb-h2", "zb-v", "auto"]
     """Order of the work of a stage. ``interleaved``: backward work that is ready goes first. ``simple``: all forwards,
     then all backwards. ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages.
@@ -33,9 +37,8 @@ class OptionKeywords(TypedDict, total=False):
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most letter
     varies fastest. Under ``cluster``, shard groups vary faster than P if they span fewer nodes then."""
     loss_weighting: Literal["auto", "samples"]
-    """Weights of the microbatches' losses. ``auto``: those with which the loss is that of the whole batch, also where a
-    mean is over different numbers of elements (ignored labels, class weights, masks). ``samples``: numbers of samples,
-    as under gradient accumulation. SageMaker has no such option."""
+    """Weights of the microbatches' losses. ``auto``: those with which the loss is that of the whole batch, also where
+    means are over different numbers of elements. ``samples``: numbers of samples, as under gradient accumulation."""
     stage_transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo"]
     """Path of large tensors between stages. ``auto``: the best one that has worked in a trial, for tensors of CUDA
     devices in the order ``cuda_ipc`` (memory of the device), ``shared_memory``, ``nccl``, ``gloo`` (sockets), else
@@ -152,9 +155,13 @@ class OptionKeywords(TypedDict, total=False):
     """Units compute in bfloat16, on float32 master weights. SageMaker has this with sharding only."""
     fp16_params: bool
     """Parameters themselves are float16, without float32 master weights. Units compute in float16."""
+    gradient_dtype: Literal["float32", "parameter"]
+    """Dtype in which gradients of half-precision parameters are added up, over microbatches, batches and ranks.
+    ``float32``: digits of a sum are not lost because a batch was cut. ``parameter``: that of the parameter, bit for bit
+    as PyTorch accumulates. Parameters in float32 (masters) have float32 gradients either way."""
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None
     """Dtype of gradient reductions over replicas and shard groups. ``None``: the dtype in which each rank accumulates
-    gradients, which is float32 for half precision, too."""
+    gradients; see ``gradient_dtype``."""
     loss_scale: int | float | str | None
     """Factor on the loss that keeps float16 gradients from underflow: ``dynamic``, or a constant number. ``None``:
     ``dynamic`` whenever units compute in float16, except under Lightning's ``precision="16-true"``, which has none.

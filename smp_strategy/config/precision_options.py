@@ -6,9 +6,10 @@ from typing import Literal
 
 from smp_strategy.config.parsing import at_least_one, one_of
 
-__all__ = ["PrecisionOptions"]
+__all__ = ["GradientDtype", "PrecisionOptions"]
 
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
+GradientDtype = Literal["float32", "parameter"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,13 @@ class PrecisionOptions:
     """Units compute in bfloat16, on float32 master weights. SageMaker has this with sharding only."""
     fp16_params: bool = False
     """Parameters themselves are float16, without float32 master weights. Units compute in float16."""
+    gradient_dtype: GradientDtype = "float32"
+    """Dtype in which gradients of half-precision parameters are added up, over microbatches, batches and ranks.
+    ``float32``: digits of a sum are not lost because a batch was cut. ``parameter``: that of the parameter, bit for bit
+    as PyTorch accumulates. Parameters in float32 (masters) have float32 gradients either way."""
     reduce_dtype: ReduceDtype | None = None
     """Dtype of gradient reductions over replicas and shard groups. ``None``: the dtype in which each rank accumulates
-    gradients, which is float32 for half precision, too."""
+    gradients; see ``gradient_dtype``."""
     loss_scale: int | float | str | None = None
     """Factor on the loss that keeps float16 gradients from underflow: ``dynamic``, or a constant number. ``None``:
     ``dynamic`` whenever units compute in float16, except under Lightning's ``precision="16-true"``, which has none.
@@ -43,6 +48,7 @@ class PrecisionOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "scale_window", "delayed_shift")
+        found += one_of(self, "gradient_dtype", typing.get_args(GradientDtype))
         found += one_of(self, "reduce_dtype", (*typing.get_args(ReduceDtype), None))
         asked = [name for name in ("fp16", "fp16_params") if getattr(self, name)]
         if self.bf16 and asked:

@@ -30,6 +30,7 @@ from smp_strategy.distributed.collectives.interface import JoinedSums
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
+from smp_strategy.precision.master_weights import widened
 
 __all__ = ["Bucket", "BucketedAllReduce"]
 
@@ -161,7 +162,7 @@ class BucketedAllReduce:
         group, num_ranks = self._group, dist.get_world_size(self._group)
         pieces = [piece for share in bucket for piece in self._pieces(share)]
         if len(bucket) == 1 and self._joined is not None:
-            dtype = self._dtype or pieces[0].dtype
+            dtype = self._dtype or gradient_dtype(bucket[0][0])
             self._sent.append(self._joined.add(pieces, dtype=dtype).then(lambda sums: sums[None]))
             return
         sent = torch.cat(pieces).to(dtype=self._dtype)
@@ -185,7 +186,7 @@ class BucketedAllReduce:
             yield _dense(parameter, gradient).reshape(-1)
         if share:
             exist = [0.0 if gradient is None else 1.0 for gradient in gradients]
-            yield torch.tensor(exist, dtype=gradient_dtype(share[0].dtype), device=share[0].device)
+            yield torch.tensor(exist, dtype=gradient_dtype(share[0]), device=share[0].device)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         # Once backward is over, `.grad` is the caller's again.
@@ -194,21 +195,22 @@ class BucketedAllReduce:
     def _received(self, bucket: Bucket, sent: Handle[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
         parts = sent.wait()
-        parts = parts.to(gradient_dtype(share[0].dtype)) if share else parts
+        parts = parts.to(gradient_dtype(share[0])) if share else parts
         total, *others = parts.unbind()
         for other in others:  # in the order of the ranks
             total.add_(other)
         *pieces, exist = total.split([*(parameter.numel() for parameter in share), len(share)])
         for parameter, piece, exists in zip(share, pieces, exist.tolist(), strict=True):
             if exists:
-                gradient = _dense(parameter, self._gradients.get(parameter))
+                # Into the memory of this rank's own, unless that has half precision.
+                gradient = widened(parameter, _dense(parameter, self._gradients.get(parameter)))
                 yield parameter, torch.mul(piece.view(parameter.shape), self._factor, out=gradient)
 
 
 def _dense(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
     """``gradient``, dense; zeros if there is none."""
     if gradient is None:
-        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     # Some parts of it are dense: a single process adds these and gets a dense gradient, too.
     return gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
 

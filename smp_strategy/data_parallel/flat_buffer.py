@@ -21,7 +21,7 @@ with its piece.
 
 If units compute in half precision, the buffer and the gathered parameters have that dtype. The shard is cast on its way
 into the buffer; the values that this rank updates, the master weights, keep the parameters' dtype. Half-precision
-gradients are cast as they come (``grad_dtype``), so that all sums are in float32.
+gradients are cast where they are added, so that all sums are in float32.
 
 Frozen parameters have buffers without gradients. When one of them is unfrozen before a pass, its buffer has gradients
 from then on; those of parameters in it that are still frozen are zero and not visible.
@@ -41,8 +41,7 @@ from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import guard_of, placeholder, unwatch, watch
-from smp_strategy.precision.dtypes import gradient_dtype
-from smp_strategy.precision.master_weights import set_gradient_dtype
+from smp_strategy.precision.master_weights import add_in, set_gradient_dtype
 
 __all__ = ["FlatBuffer"]
 
@@ -90,7 +89,10 @@ class FlatBuffer:
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
         ]
         dtype = getattr(torch, layout.dtype)
-        self._gradient_dtype = gradient_dtype(dtype)
+        self._gradient_dtype = getattr(torch, layout.gradient_dtype)
+        # Gradients that autograd adds up in another dtype than that in which it computes them.
+        is_widened = {layout.dtype, layout.use_dtype} != {layout.gradient_dtype}
+        self._widening = [add_in(each, self._gradient_dtype) for each in parameters] if is_widened else []
         self._reduce_dtype = self._gradient_dtype if reduce_dtype is None else reduce_dtype
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.use_dtype), device=device)
         self._views = [view(self._full, slot) for slot in layout.slots]
@@ -110,7 +112,6 @@ class FlatBuffer:
             self.own = self._shard[self._own_part]
         for number in (number for number, each in enumerate(parameters) if each.untyped_storage().nbytes()):
             self._put(number, parameters[number])
-        self._set_gradient_dtype(self._gradient_dtype)
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None
         self._is_gathered = False
@@ -260,7 +261,6 @@ class FlatBuffer:
         self._before = [_taken(parameter) for parameter in self.parameters]
         self._show(self._pieces(self.own))
         # Optimizers compute with parameter, gradient and state of one dtype.
-        self._set_gradient_dtype(self.own.dtype)
         for parameter, gradient in zip(self.parameters, self._before, strict=True):
             parameter.grad = None if gradient is None else gradient.piece.to(self.own.dtype)
 
@@ -358,7 +358,10 @@ class FlatBuffer:
         if keep:
             for parameter in self.parameters:
                 parameter.grad = None
-            self._set_gradient_dtype(self.own.dtype)
+            for parameter, handle in zip(self.parameters, self._widening, strict=False):
+                handle.remove()
+                set_gradient_dtype(parameter, self.own.dtype)
+            self._widening = []
             self._show(values)
 
     def release(self) -> None:
@@ -396,7 +399,6 @@ class FlatBuffer:
         """Let the parameters rest, with pieces of gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._set_gradient_dtype(self._gradient_dtype)
         self._retire()
         for number, (piece, before) in enumerate(zip(gradients, self._before, strict=True)):
             if piece is not None:
@@ -435,11 +437,6 @@ class FlatBuffer:
             self._collected = self._empty_gradients(self.layout.full_numel)
             self._has_gradient = [False] * len(self.parameters)
         return self._collected
-
-    def _set_gradient_dtype(self, dtype: torch.dtype) -> None:
-        if self.layout.is_cast or self._gradient_dtype != self.own.dtype:
-            for parameter in self.parameters:
-                set_gradient_dtype(parameter, dtype)
 
     def _empty_gradients(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._gradient_dtype, device=self.own.device)

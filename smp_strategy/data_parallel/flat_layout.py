@@ -49,6 +49,9 @@ class FlatParameter:
     use_dtype: str = ""
     """Dtype in which units use it; empty: ``dtype``."""
     use_itemsize: int = 0
+    gradient_dtype: str = ""
+    """Dtype in which its gradients are added up; empty: ``dtype``."""
+    gradient_itemsize: int = 0
 
     @property
     def numel(self) -> int:
@@ -94,8 +97,9 @@ class FlatLayout:
     use_dtype: str
     """Dtype of the gathered buffer, and of the all-gather."""
     use_itemsize: int
+    gradient_dtype: str
+    """Dtype in which gradients are added up and reduced; it may be wider."""
     gradient_itemsize: int
-    """Bytes of a gradient element; gradients may be summed in a wider dtype."""
     is_trained: bool
     is_persistent: bool
     """Whether the buffer stays gathered: its parameters have fewer elements than the persistence threshold."""
@@ -206,9 +210,11 @@ class UnitLayout:
             num_owners: Number of ranks that have the same shard, if each of them updates a part of it.
         """
 
-        def kind(entry: FlatParameter) -> tuple[str, int, str, int, bool, bool]:
+        def kind(entry: FlatParameter) -> tuple[str, int, str, int, str, int, bool, bool]:
             used_as = (entry.use_dtype or entry.dtype, entry.use_itemsize or entry.itemsize)
-            return entry.dtype, entry.itemsize, *used_as, entry.requires_grad, entry.numel < persistence_threshold
+            summed_in = (entry.gradient_dtype or entry.dtype, entry.gradient_itemsize or entry.itemsize)
+            is_persistent = entry.numel < persistence_threshold
+            return entry.dtype, entry.itemsize, *used_as, *summed_in, entry.requires_grad, is_persistent
 
         by_kind = itertools.groupby(sorted(entries, key=kind), key=kind)
         return cls(
@@ -218,14 +224,19 @@ class UnitLayout:
                     itemsize=itemsize,
                     use_dtype=use_dtype,
                     use_itemsize=use_itemsize,
-                    gradient_itemsize=_gradient_itemsize(dtype, itemsize),
+                    gradient_dtype=gradient_dtype,
+                    gradient_itemsize=gradient_itemsize,
                     is_trained=is_trained,
                     is_persistent=is_persistent,
                     degree=degree,
                     num_owners=num_owners,
                     slots=_slots(members, _block(min(itemsize, use_itemsize))),
                 )
-                for (dtype, itemsize, use_dtype, use_itemsize, is_trained, is_persistent), members in by_kind
+                for (
+                    (dtype, itemsize, use_dtype, use_itemsize, gradient_dtype, gradient_itemsize, *flags),
+                    members,
+                ) in by_kind
+                for is_trained, is_persistent in (flags,)
             )
         )
 
@@ -258,11 +269,6 @@ class UnitLayout:
 
 def _block(itemsize: int) -> int:
     return max(1, BLOCK_BYTES // itemsize)
-
-
-def _gradient_itemsize(dtype: str, itemsize: int) -> int:
-    # See `smp_strategy.precision.dtypes.gradient_dtype`; layouts are plain data.
-    return 4 if dtype in ("float16", "bfloat16") else itemsize
 
 
 def _slots(entries: Iterable[FlatParameter], block: int) -> tuple[Slot, ...]:

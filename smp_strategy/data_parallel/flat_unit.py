@@ -29,12 +29,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
 from smp_strategy.data_parallel.resting import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.precision.dtypes import summed_dtype
 
 __all__ = ["FlatUnit", "ShardPolicy"]
 
@@ -48,8 +50,14 @@ class ShardPolicy:
     """Parameters with fewer elements stay gathered from their first use to the optimizer's step."""
     dtypes: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
     """Dtype in which a parameter is gathered, if units use another one than it is stored in."""
+    gradient_dtype: GradientDtype = "float32"
+    """Dtype in which gradients of half-precision parameters are added up."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are sent; ``None``: that in which they are summed on each rank."""
+
+    def sums_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of parameters with ``dtype`` are added up."""
+        return summed_dtype(dtype, self.gradient_dtype)
 
 
 @final
@@ -82,7 +90,10 @@ class FlatUnit:
         keeping = keeping or ShardPolicy()
         members = _without_doubles(parameters)
         self._named = {names[0]: parameter for names, parameter in members}
-        entries = {_entry(names, each, keeping.dtypes.get(each, each.dtype)): each for names, each in members}
+        entries = {
+            _entry(names, each, keeping.dtypes.get(each, each.dtype), keeping.sums_in(each.dtype)): each
+            for names, each in members
+        }
         self.layout = UnitLayout.of(
             entries, collectives.size, keeping.persistence_threshold, 1 if owners is None else owners.size
         )
@@ -318,7 +329,9 @@ def _without_doubles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tup
     return list(found.values())
 
 
-def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dtype) -> FlatParameter:
+def _entry(
+    names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> FlatParameter:
     return FlatParameter(
         names=names,
         shape=tuple(parameter.shape),
@@ -329,4 +342,6 @@ def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dty
         requires_grad=parameter.requires_grad,
         use_dtype=str(use_dtype).removeprefix("torch."),
         use_itemsize=use_dtype.itemsize,
+        gradient_dtype=str(gradient_dtype).removeprefix("torch."),
+        gradient_itemsize=gradient_dtype.itemsize,
     )

@@ -64,7 +64,7 @@ def global_norm(
     if not parameters:
         return torch.zeros(())
     # Norms of complex gradients are real.
-    dtypes = (gradient_dtype(parameter.dtype).to_real() for parameter in parameters)
+    dtypes = (gradient_dtype(parameter).to_real() for parameter in parameters)
     dtype = functools.reduce(torch.promote_types, dtypes)
     norms = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
     pieces: list[int] = []

@@ -44,7 +44,7 @@ from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
-from smp_strategy.precision.dtypes import reduce_dtype
+from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
@@ -125,7 +125,9 @@ class LocalModel:
         self.holdings = LocalShards(module, ownership, mesh, self._state, self.sharded, parts)
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         sharded = self.sharded
-        self._wide = Fp32Gradients(each for each in self.parameters if sharded is None or not sharded.has(each))
+        # Those of other stages as well: every rank tells the dtype of a norm by all parameters.
+        widened = module.parameters() if config.gradient_dtype == "float32" else ()
+        self._wide = Fp32Gradients(each for each in widened if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self._updating: Optimizer | None = None
@@ -168,6 +170,12 @@ class LocalModel:
             for key, (name, parameter) in named.items()
             if key in resting or len(self.ownership.holders(parameter)) < self._mesh.pp
         }
+
+    @property
+    def sums_wider(self) -> bool:
+        """Whether gradients of some weights are added up in a wider dtype than that in which they are computed."""
+        casts = compute_dtype(self._config) is not None
+        return casts or self._config.gradient_dtype == "float32" and any(is_half(p.dtype) for p in self.parameters)
 
     @property
     def is_spread_as_made(self) -> bool:
@@ -264,7 +272,8 @@ class LocalModel:
 
     def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
         """Divide the gradients of ``optimizer`` by ``scale``; see :meth:`smp_strategy.engine.engine.Engine.unscale`."""
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._wide.widen(parameters)
         with torch.no_grad():
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
@@ -290,7 +299,6 @@ class LocalModel:
     def end_update(self, optimizer: Optimizer) -> None:
         """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""
         self._updating = None
-        self._wide.end_update(each for group in optimizer.param_groups for each in group["params"])
         self._state.end_update(optimizer)
         if self.sharded is not None:
             self.sharded.hide_pieces()
@@ -329,6 +337,7 @@ class LocalModel:
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm; see :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
         self._settings.note("the largest norm of gradients, to which they are clipped", max_norm)
+        self._wide.widen(parameters)
         norm = self.reduction.norm(parameters, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)

@@ -49,6 +49,7 @@ from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
+from smp_strategy.pipeline.repeated_uses import widening_backward
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
@@ -294,6 +295,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         device=parts.device,
         with_weights=local_model.with_weights,
         activations=_activations(parts, glue),
+        backward=widening_backward if local_model.sums_wider else torch.autograd.backward,
         reads_refused=local_model.reads_refused,
         parameters_refused=local_model.parameters_refused,
         glue=glue,

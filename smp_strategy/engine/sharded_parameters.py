@@ -82,6 +82,7 @@ def _keeping(module: nn.Module, config: SMPConfig) -> ShardPolicy:
     return ShardPolicy(
         persistence_threshold=config.sdp_param_persistence_threshold,
         dtypes={named[name]: dtype for name, dtype in seen.items()},
+        gradient_dtype=config.gradient_dtype,
         reduce_dtype=reduce_dtype(config),
     )
 

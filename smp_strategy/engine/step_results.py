@@ -24,6 +24,7 @@ from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import Notes
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.precision.master_weights import widened
 
 __all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits"]
 
@@ -141,11 +142,11 @@ class TrainStep:
                 return
             gradient.sub_(base)
         if scale != 1.0:
-            gradient.mul_(scale)
+            gradient = widened(parameter, gradient).mul_(scale)
         if parameter.grad is None:
             parameter.grad = gradient
         else:
-            parameter.grad.add_(gradient)
+            parameter.grad = widened(parameter, parameter.grad).add_(gradient)
 
 
 def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:

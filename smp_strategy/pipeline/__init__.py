@@ -25,6 +25,7 @@ placed_ops           Tables of operations on placed tensors: reads of values, re
 outcome              Check of a call's result against its prediction.
 split_backward       Input gradients first, weight gradients later; [Note: split backward].
 weight_gradients     Formulas of deferred weight gradients.
+repeated_uses        Backward that casts the gradients of weights which it reaches on several ways.
 microbatch           Splitting of a batch into microbatches.
 job                  A step to be run, and its result.
 current_program      Holder of the running program.

@@ -52,6 +52,7 @@ class MicrobatchBackward:
         self._program = program
         self._stage = stage.number
         self._transport = stage.transport
+        self._backward = stage.backward
         self._goes_on = goes_on
         self._retain_graph = retain_graph
         self._next = len(program.graph.segments) - 1
@@ -97,8 +98,7 @@ class MicrobatchBackward:
 
     def run_weights(self, segment: int) -> None:
         """Compute the weight gradients that the split backward of ``segment`` has left."""
-        deferred = self._deferred.pop(segment, None)
-        if deferred is not None:
+        if (deferred := self._deferred.pop(segment, None)) is not None:
             deferred.run()
             self._end()
 
@@ -143,17 +143,15 @@ class MicrobatchBackward:
     def _run(self, segment: Segment, *, split: bool = False) -> None:
         roots = self._seeds.pop(segment.index, [])
         for export in segment.exports.values():
-            gradient = self._gradient(export)
-            if gradient is not None:
+            if (gradient := self._gradient(export)) is not None:
                 roots.append((export.edge, gradient))
         if roots:
             edges, gradients = zip(*roots, strict=True)
             if split:
-                deferred = backward_of_imports(edges, gradients, self._waited_for(segment))
-                if deferred:
+                if deferred := backward_of_imports(edges, gradients, self._waited_for(segment), self._backward):
                     self._deferred[segment.index] = deferred
             else:
-                torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
+                self._backward(edges, gradients, retain_graph=self._retain_graph)
         for imported in segment.imports:
             self._return(imported)
         if split:

@@ -21,12 +21,14 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.segments import Import, edge_of, import_at
 from smp_strategy.pipeline.weight_gradients import can_come_later, formula_of
 
-__all__ = ["Deferred", "backward_of_imports", "explored"]
+__all__ = ["Deferred", "Roots", "backward_of_imports", "explored", "node_of"]
 
 Node = Any
 """A node of autograd's graph."""
 Roots = Sequence[Tensor] | Sequence[GradientEdge]
 """Start of a backward."""
+Backward = Callable[..., None]
+"""``torch.autograd.backward``, or a function with its arguments."""
 
 # [Note: split backward]
 # Nodes that lead to an import are *inside*, the others lead to leaves only. A product (matrix product, convolution) at
@@ -63,22 +65,28 @@ class Deferred:
             self._parts.pop()()
 
 
-def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Collection[Import]) -> Deferred:
+def backward_of_imports(
+    roots: Roots,
+    gradients: Sequence[Tensor],
+    imports: Collection[Import],
+    backward: Backward = torch.autograd.backward,
+) -> Deferred:
     """Run the first part of a segment's backward: as little as the gradients of ``imports`` need.
 
     Args:
         roots: tensors or edges at which backward starts.
         gradients: gradients of ``roots``.
         imports: imports of the segment whose gradients are waited for.
+        backward: runs autograd.
 
     Returns:
         The second part.
     """
-    whole = partial(torch.autograd.backward, roots, gradients)
+    whole = partial(backward, roots, gradients)
     # Nobody waits for anything: all of it can come later.
     if not imports:
         return Deferred([whole])
-    graph = _Graph([_node_of(root) for root in roots], imports)
+    graph = _Graph([node_of(root) for root in roots], imports)
     if not graph.inside:
         return Deferred([whole])
     products = graph.products()
@@ -89,14 +97,15 @@ def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Coll
     handles = [node.register_prehook(partial(_keep, parts, node, edges)) for node, edges in products.items()]
     try:
         # Imports are reached without being named: each hangs on a leaf of its own, the anchor of `segments.enter`.
-        torch.autograd.backward(roots, gradients, inputs=graph.leaves(products))
+        backward(roots, gradients, inputs=graph.leaves(products))
     finally:
         for handle in handles:
             handle.remove()
     return Deferred(parts)
 
 
-def _node_of(root: Tensor | GradientEdge) -> Node:
+def node_of(root: Tensor | GradientEdge) -> Node:
+    """Node at which a backward from ``root`` starts."""
     return edge_of(root).node if isinstance(root, Tensor) else root.node
 
 

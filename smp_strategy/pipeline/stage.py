@@ -52,6 +52,8 @@ class Stage:
     """Wrapper of each unit that runs on this stage, which provides its weights."""
     activations: UnitWrapper = field(default_factory=UnitWrapper)
     """Activation policy of the units: recomputation and offload."""
+    backward: Callable[..., None] = torch.autograd.backward
+    """Runs autograd from some roots on, and adds to the gradients of leaves."""
     reads_refused: str = ""
     """Reason why Python code must not see values in steps; empty: it may."""
     parameters_refused: str = ""

@@ -9,17 +9,21 @@ none                   float32            float32         float32     float32, o
 =====================  =================  ==============  ==========  =============================
 
 A half-precision number has 8 or 11 significant bits: later summands of a sum, and small updates of a weight, are lost.
-So every accumulation is in float32, even where a model's own parameters have half precision. Kernels of matrix products
-take half-precision factors and accumulate in float32 by themselves.
+So every accumulation is in float32, even where a model's own parameters have half precision, unless
+``gradient_dtype=parameter`` asks for PyTorch's own sums. Kernels of matrix products take half-precision factors and
+accumulate in float32 by themselves.
+
+A parameter shows how its gradients are added: with ``grad_dtype=None`` autograd takes them in any dtype, and they are
+added up in float32 (:mod:`smp_strategy.precision.master_weights`); otherwise they have the parameter's.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from smp_strategy.config.precision_options import PrecisionOptions
+from smp_strategy.config.precision_options import GradientDtype, PrecisionOptions
 
 __all__ = [
     "FLOATS",
@@ -28,8 +32,10 @@ __all__ = [
     "gradient_dtype",
     "halve",
     "halved",
+    "is_half",
     "kept_in_full",
     "reduce_dtype",
+    "summed_dtype",
 ]
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -49,9 +55,20 @@ def reduce_dtype(options: PrecisionOptions) -> torch.dtype | None:
     return None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
 
 
-def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which gradients of parameters with ``dtype`` are accumulated."""
-    return torch.float32 if dtype in _HALVES else dtype
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` has half precision."""
+    return dtype in _HALVES
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Dtype in which gradients of ``parameter`` are added up, once a step has begun."""
+    is_widened = is_half(parameter.dtype) and parameter.grad_dtype != parameter.dtype
+    return torch.float32 if is_widened else parameter.dtype
+
+
+def summed_dtype(dtype: torch.dtype, of_halves: GradientDtype) -> torch.dtype:
+    """Dtype in which gradients of parameters with ``dtype`` are added up, by the option ``gradient_dtype``."""
+    return torch.float32 if is_half(dtype) and of_halves == "float32" else dtype
 
 
 def kept_in_full(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -7,7 +7,7 @@ bytes. Autocast, under which code above the units may run, is off inside.
 
 Copies are made once per optimizer step, not per microbatch: they are refilled when a step begins or the version of a
 master has changed. They are leaves of autograd, so a gradient is passed on as soon as it exists (buckets wait for it),
-and the weight gradient of a product can be delayed. A hook casts the half-precision gradient, adds it to the master's
+and the weight gradient of a product can be delayed. A hook adds the half-precision gradient to the master's
 in float32, and calls the hooks that users have registered on the master.
 
 Weights that are sharded need no copy: they are gathered in half precision
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.precision.casting import Casting
-from smp_strategy.precision.dtypes import FLOATS, compute_dtype, dtypes_in_use, gradient_dtype, kept_in_full
+from smp_strategy.precision.dtypes import FLOATS, compute_dtype, dtypes_in_use, kept_in_full
 
 __all__ = ["MixedPrecision"]
 
@@ -208,20 +208,22 @@ class _HalfCopy:
     def _made(self) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():
             half = nn.Parameter(self._master.detach().to(self._dtype))
-        half.grad_dtype = gradient_dtype(self._master.dtype)
+        half.grad_dtype = None  # added to the master's as it comes
         half.register_post_accumulate_grad_hook(self._pass_on)  # also if frozen: it may be unfrozen later
         return half
 
     def _pass_on(self, half: Tensor) -> None:
-        """Move a gradient, cast to float32 by now, to the master as if it had arrived there."""
+        """Move a half-precision gradient to the master as if it had arrived there; the addition casts it."""
         master = self._master
         gradient, half.grad = half.grad, None
         assert gradient is not None
-        for hook in list((master._backward_hooks or {}).values()):
+        if hooks := list((master._backward_hooks or {}).values()):
+            gradient = gradient.to(master.dtype)
+        for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if master.grad is None:
-            master.grad = gradient
+            master.grad = gradient.to(master.dtype)
         elif torch.is_grad_enabled():  # as autograd does it where a graph of gradients is wanted
             master.grad = master.grad + gradient
         else:

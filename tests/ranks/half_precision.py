@@ -76,7 +76,7 @@ def _flatten_again(unit: nn.Module) -> None:
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
 
 
-def one_half_process(
+def one_half_process(  # noqa: PLR0913
     name: str,
     kind: str,
     units: Iterable[str],
@@ -85,17 +85,19 @@ def one_half_process(
     together: int | None = None,
     max_norm: float | None = None,
     without_masters: bool = False,
+    sums_in: torch.dtype = torch.float32,
 ) -> Any:
     """See :func:`tests.ranks.test_state_sharding.one_process`.
 
     Args:
         layout: numbers of replicas and microbatches.
         without_masters: round parameters to ``dtype`` after each step, and what the optimizer gets and keeps.
+        sums_in: dtype to which sums of gradients are rounded after each addition.
     """
     torch.manual_seed(0)
     model = MODELS[name]()
     if without_masters:
-        return _half_parameters(model, OPTIMIZERS[kind], (name, units, dtype), layout, together)
+        return _half_parameters(model, OPTIMIZERS[kind], (name, units, dtype), layout, together, sums_in)
     by_hand = ByHand(model, units, dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
     norms = []
@@ -110,9 +112,14 @@ def one_half_process(
 
 
 def summed(
-    by_hand: ByHand, name: str, step: int, layout: tuple[int, int], together: int | None
+    by_hand: ByHand,
+    name: str,
+    step: int,
+    layout: tuple[int, int],
+    together: int | None,
+    rounded: torch.dtype = torch.float32,
 ) -> dict[nn.Parameter, Tensor]:
-    """Sums of the gradients of all replicas."""
+    """Sums of the gradients of all replicas, ``rounded`` after each addition."""
     model, (replicas, microbatches) = by_hand.model, layout
     total: dict[nn.Parameter, Tensor] = {}
     sums: dict[nn.Parameter, Tensor] = {}
@@ -121,16 +128,22 @@ def summed(
         parts, sizes = split(batch_for(name, step * replicas + replica, SAMPLES), microbatches)
         for part, size in zip(parts, sizes, strict=True):
             by_hand.backward(part, size / sum(sizes))
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(rounded).float()
         for parameter in model.parameters():
             if parameter.grad is not None:
-                sums[parameter] = sums[parameter] + parameter.grad if parameter in sums else parameter.grad
+                total_here = sums[parameter] + parameter.grad if parameter in sums else parameter.grad
+                sums[parameter] = total_here.to(rounded).float()
         if (replica + 1) % (together or replicas) == 0:
             total.update((each, total[each] + part if each in total else part) for each, part in sums.items())
             sums.clear()
     return total
 
 
-def _half_parameters(model: nn.Module, make: Any, what: Any, layout: tuple[int, int], together: int | None) -> Any:
+def _half_parameters(
+    model: nn.Module, make: Any, what: Any, layout: tuple[int, int], together: int | None, rounded: torch.dtype
+) -> Any:
     """Parameters in ``dtype``; a float32 model with the same values computes the gradients."""
     name, units, dtype = what
     halves = copy.deepcopy(model).to(dtype)
@@ -140,7 +153,7 @@ def _half_parameters(model: nn.Module, make: Any, what: Any, layout: tuple[int, 
         with torch.no_grad():
             for parameter, half in zip(model.parameters(), halves.parameters(), strict=True):
                 parameter.copy_(half)
-        total = summed(by_hand, name, step, layout, together)
+        total = summed(by_hand, name, step, layout, together, rounded)
         for parameter, half in zip(model.parameters(), halves.parameters(), strict=True):
             half.grad = (total[parameter] / layout[0]).to(dtype) if parameter in total else None
         optimizer.step()

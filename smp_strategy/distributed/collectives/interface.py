@@ -73,7 +73,7 @@ class JoinedSums(Protocol):
     """Sums over a group of tensors that are joined into larger ones, in the order in which they are added."""
 
     def add(self, tensors: Sequence[Tensor], *, dtype: torch.dtype) -> Handle[Tensor]:
-        """Add ``tensors`` behind those before, on all ranks tensors of the same sizes and dtypes in the same order.
+        """Add ``tensors`` behind those before, on all ranks tensors of the same sizes in the same order.
 
         Args:
             tensors: Summands of this rank, each on the same device; they may change afterwards.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
 from smp_strategy.data_parallel.optimizer_probe import StateSize, moments, optimizer_state_sizes
@@ -22,7 +23,7 @@ from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
 from smp_strategy.planning.partition.problem import HeldBytes
-from smp_strategy.precision.dtypes import gradient_dtype
+from smp_strategy.precision.dtypes import summed_dtype
 
 __all__ = ["ModelMemory", "ShardingOf", "holdings_of"]
 
@@ -50,6 +51,8 @@ class ShardingOf:
     """Ranks that share the optimizer state, by whole parameters."""
     num_owners: int = 1
     """Replicas of a shard group that share the optimizer state of each shard."""
+    gradient_dtype: GradientDtype = "float32"
+    """Dtype in which gradients of half-precision parameters are added up."""
 
     @property
     def reduces_early(self) -> bool:
@@ -67,6 +70,7 @@ class ShardingOf:
             num_stages=shape.pp,
             state_shards=shape.dp if config.shard_optimizer_state and shape.dp_shard == 1 else 1,
             num_owners=shape.dp // shape.dp_shard if config.shard_optimizer_state and shape.dp_shard > 1 else 1,
+            gradient_dtype=config.gradient_dtype,
         )
 
 
@@ -111,7 +115,12 @@ def holdings_of(
     sizes = _state_sizes(dict(named), optimizers)
     in_units = set().union(*members.values())
     plain = [
-        _plain(parameter, sizes[name].nbytes(parameter.shape), use_dtypes.get(name) if number in in_units else None)
+        _plain(
+            parameter,
+            sizes[name].nbytes(parameter.shape),
+            use_dtypes.get(name) if number in in_units else None,
+            summed_dtype(parameter.dtype, spreading.gradient_dtype),
+        )
         for number, (name, parameter) in enumerate(named)
     ]
     everywhere = {number: held for number, held in enumerate(plain) if number not in alone}
@@ -138,7 +147,7 @@ def _spread(
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number], use_dtypes) for number in group.parameters],
+            [_entry(*named[number], use_dtypes, spreading.gradient_dtype) for number in group.parameters],
             spreading.degree,
             spreading.persistence_threshold,
             spreading.num_owners,
@@ -186,16 +195,20 @@ def _state_sizes(
     return found
 
 
-def _plain(parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None) -> HeldBytes:
+def _plain(
+    parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None, summed_in: torch.dtype
+) -> HeldBytes:
     """Bytes of a parameter that is whole on each rank, with its half-precision copy if units compute in one."""
     values = parameter.nbytes + (0 if copied_to is None else parameter.numel() * copied_to.itemsize)
     if not parameter.requires_grad:
         return HeldBytes(values)
-    return HeldBytes(values, parameter.numel() * gradient_dtype(parameter.dtype).itemsize, state_bytes)
+    return HeldBytes(values, parameter.numel() * summed_in.itemsize, state_bytes)
 
 
-def _entry(name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> FlatParameter:
-    used_as = dtypes.get(name, parameter.dtype)
+def _entry(
+    name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype], of_halves: GradientDtype
+) -> FlatParameter:
+    used_as, summed_in = dtypes.get(name, parameter.dtype), summed_dtype(parameter.dtype, of_halves)
     return FlatParameter(
         names=(name,),
         shape=tuple(parameter.shape),
@@ -205,4 +218,6 @@ def _entry(name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype]
         requires_grad=parameter.requires_grad,
         use_dtype=str(used_as).removeprefix("torch."),
         use_itemsize=used_as.itemsize,
+        gradient_dtype=str(summed_in).removeprefix("torch."),
+        gradient_itemsize=summed_in.itemsize,
     )

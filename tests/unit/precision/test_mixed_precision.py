@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, gradient_dtype, halve, halved, reduce_dtype
+from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, halve, halved, reduce_dtype, summed_dtype
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
@@ -152,7 +152,8 @@ def test_options_say_which_dtypes():
     assert reduce_dtype(SMPConfig()) is None
     assert reduce_dtype(SMPConfig(reduce_dtype="bfloat16")) == torch.bfloat16
     kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    assert [gradient_dtype(kind) for kind in kinds] == [torch.float32] * 3 + [torch.float64]
+    assert [summed_dtype(kind, "float32") for kind in kinds] == [torch.float32] * 3 + [torch.float64]
+    assert [summed_dtype(kind, "parameter") for kind in kinds] == list(kinds)
 
 
 def test_a_module_can_be_halved_and_halved_for_a_while():
@@ -172,15 +173,19 @@ def test_gradients_of_half_precision_parameters_are_wide_but_for_optimizers():
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([parameter], foreach=True)
     wide = Fp32Gradients([parameter, nn.Parameter(torch.ones(3))])
-    for _ in range(3):
-        (parameter * 1.0001).sum().backward()
-    assert parameter.grad.dtype == torch.float32
+    factors = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
+    for factor in factors:
+        (parameter * factor).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((3,), 258.0))  # bfloat16 would leave 256
     wide.begin_update([parameter])
     assert parameter.grad.dtype == torch.bfloat16
     optimizer.step()
-    wide.end_update([parameter])
+    (parameter * 256).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((3,), 514.0))  # of which bfloat16 has no number
     optimizer.zero_grad()
     (parameter * 2).sum().backward()
+    assert parameter.grad.dtype == torch.bfloat16  # alone
+    wide.widen([parameter])
     assert parameter.grad.dtype == torch.float32
     wide.end()
     assert parameter.grad.dtype == torch.bfloat16

@@ -19,6 +19,7 @@ ADAM = 4
 def entries(draw: st.DrawFn) -> FlatParameter:
     dtype = draw(st.sampled_from(list(SIZES)))
     numel = draw(st.integers(0, 400))
+    is_widened = SIZES[dtype] < 4 and draw(st.booleans())
     return FlatParameter(
         names=("w",),
         shape=(numel,),
@@ -26,6 +27,8 @@ def entries(draw: st.DrawFn) -> FlatParameter:
         dtype=dtype,
         itemsize=SIZES[dtype],
         requires_grad=draw(st.booleans()),
+        gradient_dtype="float32" if is_widened else dtype,
+        gradient_itemsize=4 if is_widened else SIZES[dtype],
     )
 
 
@@ -54,7 +57,7 @@ def test_shares_add_up_to_the_whole_and_some_padding(parameters, degree, thresho
     kept = sum(entry.numel * entry.itemsize for entry in stays)
     cut = sum(entry.numel * entry.itemsize for entry in parameters) - kept
     assert cut + degree * kept <= degree * share.parameter <= cut + degree * kept + degree * padding
-    gradients = sum(entry.numel * max(entry.itemsize, 4) for entry in parameters if entry.requires_grad)
+    gradients = sum(entry.numel * entry.gradient_itemsize for entry in parameters if entry.requires_grad)
     assert gradients <= degree * share.gradient <= gradients + 2 * padding
     assert cut <= share.gathered <= cut + padding
     assert gradients <= share.unreduced <= gradients + 2 * padding
