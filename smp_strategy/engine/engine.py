@@ -29,7 +29,7 @@ from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
-from smp_strategy.engine import new_step_kinds
+from smp_strategy.engine import new_step_kinds, run_step
 from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
@@ -46,21 +46,11 @@ from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import make_whole_again, parallelize, resume
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
-from smp_strategy.engine.run_step import (
-    begin,
-    cut,
-    evaluation_job,
-    memory_explained,
-    run_step,
-    training_job,
-    warn_of_fewer,
-)
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
-from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.grad_scaler import UnscaleResult
@@ -172,11 +162,6 @@ class Engine:
     def partition(self) -> Partition | None:
         """Stage of each unit, once it is decided."""
         return self._parts.partition
-
-    @property
-    def costs(self) -> Costs:
-        """Costs of calls: measured, once the partition is decided, or modelled."""
-        return self.layout.costs
 
     @property
     def local_model(self) -> LocalModel:
@@ -294,7 +279,7 @@ class Engine:
             refuse_trained(self._without_masters, self.config)
             if is_new:
                 new_step_kinds.refuse_rescaled(self._parts)
-                warn_of_fewer(self._parts.config, len(first.microbatches))
+                run_step.warn_of_fewer(self._parts.config, len(first.microbatches))
         if self._calls.mixed_precision is not None:
             self._calls.mixed_precision.refresh()
         if self.partition is None:
@@ -321,7 +306,7 @@ class Engine:
 
         Before the first step, the trace of this run decides the partition.
         """
-        cut_batch = functools.partial(cut, self._parts, batch, "look", self.known)
+        cut_batch = functools.partial(run_step.cut, self._parts, batch, "look", self.known)
         microbatches, sizes = cut_batch()
         first = FirstStep("train", self._in_precision(step), microbatches, loss_of, sizes, cut=cut_batch)
         with told_of_microbatches(sizes):
@@ -356,7 +341,7 @@ class Engine:
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         step, microbatches, sizes = self._begin("train", step, batch, loss_of)
-        job = training_job(self._parts, "train", step, microbatches, sizes, loss_of, sums=sums)
+        job = run_step.training_job(self._parts, "train", step, microbatches, sizes, loss_of, sums=sums)
         with self.local_model.backward(continues=continues, sums=reduces and not continues) as backward:
             scaled = [weight * factor for weight in job.weights]
             run = self._run("train", replace(job, weights=scaled, around_last=backward.around_last), microbatches)
@@ -367,21 +352,14 @@ class Engine:
         self, kind: str, step: Step, batch: Any, loss_of: LossOf | None = None, *, num: int | None = None, **how: Any
     ) -> tuple[Step, list[Any], tuple[int, ...]]:
         """Prepare a step; returns ``step`` in its precision, the microbatches (``num`` of them) and their sizes."""
-        cut_batch = functools.partial(cut, self._parts, batch, kind, self.known, **how)
+        cut_batch = functools.partial(run_step.cut, self._parts, batch, kind, self.known, **how)
         step = self._in_precision(step)
         first = FirstStep(kind, step, [], loss_of, takes_turns=num != 1, cut=cut_batch)
-        microbatches, self._sizes = begin(self._parts, first, num, self._prepare)
+        microbatches, self._sizes = run_step.begin(self._parts, first, num, self._prepare)
         return step, microbatches, self._sizes
 
     def eval_step(
-        self,
-        step: Step,
-        batch: Any,
-        *,
-        kind: str = "eval",
-        is_joint: bool = False,
-        as_in_training: bool = False,
-        inputs: Any = None,
+        self, step: Step, batch: Any, *, kind: str = "eval", as_in_training: bool = False, **how: Any
     ) -> EvalStep:
         """Run forward of a batch, in ``evaluation_microbatches`` microbatches.
 
@@ -389,27 +367,26 @@ class Engine:
             step: the user's code for one microbatch.
             batch: cut along dim 0 into microbatches.
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
-            is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
             as_in_training: as many microbatches as in training.
-            inputs: what ranks compare instead of ``batch``, if the step has other inputs.
+            how: ``is_joint`` and ``inputs``, see :func:`smp_strategy.engine.run_step.cut`.
         """
         num = None if as_in_training else self.config.evaluation_microbatches
-        step, microbatches, sizes = self._begin(kind, step, batch, is_joint=is_joint, inputs=inputs, num=num)
-        with self.local_model.evaluating(), memory_explained(len(sizes)):
-            run = self._run(kind, evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
+        step, microbatches, sizes = self._begin(kind, step, batch, num=num, **how)
+        with self.local_model.evaluating(), run_step.memory_explained(len(sizes)):
+            run = self._run(kind, run_step.evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
         """Run a step that calls backward and optimizers itself, through :attr:`manual`; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
         with self._stepping():
-            run = self.manual.run(training_job(self._parts, "manual", step, microbatches, sizes), microbatches)
+            run = self.manual.run(run_step.training_job(self._parts, "manual", step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
     def forward_step(self, step: Step, batch: Any) -> ForwardStep:
         """Run forward of a batch whose loss the caller computes from the result of ``step``; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)
-        job = training_job(self._parts, "manual", step, microbatches, sizes)
+        job = run_step.training_job(self._parts, "manual", step, microbatches, sizes)
         with self._stepping():
             return self.manual.forward(job, microbatches, sizes, self.outcome.noted)
 
@@ -422,7 +399,7 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         with self._stepping():
-            run, plan, recording = run_step(self._parts, kind, job, microbatches)
+            run, plan, recording = run_step.run_step(self._parts, kind, job, microbatches)
         if kind == "train" and plan is not None:
             self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
         return run
@@ -515,10 +492,8 @@ class Engine:
         attached.forget(self)
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups
-        if self._parts.local_model is not None:
-            self._parts.local_model.close()
+        layout = self._parts.known_layout
+        for each in (self._parts.local_model, None if layout is None else layout.group, self._parts.known_mesh):
+            if each is not None:
+                each.close()
         self._parts.local_model = None
-        if self._parts.known_layout is not None and self._parts.known_layout.group is not None:
-            self._parts.known_layout.group.close()
-        if self._parts.known_mesh is not None:
-            self._parts.known_mesh.close()

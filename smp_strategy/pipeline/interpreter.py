@@ -100,9 +100,8 @@ class MicrobatchInterpreter:
         # The running autograd Function of the glue.
         self.function = ""
         self.asked: ActivationPolicy | None = None
-        self._gate = gate
+        self._gate, self._current = gate, current or CurrentProgram()
         self.terms: ProgramTerms | SampleWatch | None = None
-        self._current = current or CurrentProgram()
         self._stage, self._shape_inference = stage.number, stage.shape_inference
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
         self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused

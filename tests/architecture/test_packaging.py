@@ -65,7 +65,7 @@ EXTRAS_OF = {
 # Imported if the user has it, or compared with if it is installed.
 OPTIONAL = {
     "smp_strategy": {"transformers", "peft"},
-    "benchmarks": {"deepspeed"},
+    "benchmarks": {"deepspeed", "h5py"},
 }
 
 

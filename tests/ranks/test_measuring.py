@@ -95,8 +95,8 @@ def share(pp: int) -> tuple[list[str], Any, Any]:
     model = Mixed()
     engine = engine_for(model, pp, **MEASURED)
     engine.train_step(model.loss, batch_for("text", 0, 8), loss_of=lambda loss: loss)
-    measured = engine.costs.measured
-    return mine, (measured, engine.costs.stage_speeds), engine.partition
+    measured = engine.layout.costs.measured
+    return mine, (measured, engine.layout.costs.stage_speeds), engine.partition
 
 
 @pytest.mark.parametrize(("ranks", "pp"), [(2, 2), (4, 2), (4, 4)])
@@ -139,7 +139,7 @@ def unequal(options: dict[str, Any]) -> tuple[tuple[float, ...], list[int], str]
     engine.train_step(model.loss, batch_for("text", 0, 8), loss_of=lambda loss: loss)
     assert engine.partition is not None
     stages = [stage for name, stage in engine.partition.stage_of.items() if name.startswith("blocks")]
-    return engine.costs.stage_speeds, [stages.count(0), stages.count(1)], "\n".join(reports)
+    return engine.layout.costs.stage_speeds, [stages.count(0), stages.count(1)], "\n".join(reports)
 
 
 def test_a_slower_rank_is_noticed_and_gets_less_to_do():
