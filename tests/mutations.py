@@ -62,7 +62,7 @@ MUTATIONS = [
         "pipeline/agreement.py",
         "return compared.is_done() and all(torch.equal(mine, other) for other in found)",
         "return compared.is_done()",
-        ("tests/ranks/test_tensor_parallel_models.py", "tests/ranks/test_tensor_parallel_engine.py"),
+        ("tests/ranks/test_agreement.py", "tests/ranks/test_watch.py"),
     ),
     Mutation(
         "a wrong dtype of the norm",
@@ -83,7 +83,7 @@ MUTATIONS = [
         "integrations/lightning/strategy.py",
         "        end_as_stopped(exception, self.tree)\n        publish_own(exception)\n",
         "        end_as_stopped(exception, self.tree)\n",
-        ("tests/ranks/test_waiting.py", "tests/integrations/test_lightning_launch.py"),
+        ("tests/integrations/test_ranks_that_part.py", "tests/integrations/test_lightning_launch.py"),
     ),
     Mutation(
         "a hang without a watch",

@@ -190,7 +190,7 @@ class Estimate:
 
 
 def rough(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit: int) -> Estimate:
-    """Estimate for a first choice: work and memory spread evenly over the stages, no messages between stages."""
+    """Estimate for a first choice: work and memory spread evenly over the stages, messages of an ordinary unit."""
     totals = costs.microbatch.recomputed if layout.recomputes else costs.microbatch.kept
     stages, microbatches = layout.pp, layout.microbatches
     busiest = max((totals.seconds + _split_seconds(costs, layout, cluster)) / stages, totals.longest)
@@ -205,7 +205,7 @@ def rough(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit:
 
 
 def planned(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit: int) -> Estimate:
-    """Estimate by the partition and the schedule that the planner finds, of the ordinary ones (1F1B, interleaved).
+    """Estimate by the partition and the schedule that the planner finds, 1F1B with one chunk or two.
 
     Raises:
         ConfigError: No partition fits the limit.

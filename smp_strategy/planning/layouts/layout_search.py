@@ -11,7 +11,7 @@ from smp_strategy.planning.layouts.job_layout import JobLayout
 
 __all__ = ["LayoutPlan", "fastest_layouts", "why_slower"]
 
-# Rough estimates know no messages between stages and no uneven units, and are this far off at most.
+# Rough estimates know nothing of uneven units, and are mostly less than this factor off.
 LIKELY_ERROR = 1.3
 
 

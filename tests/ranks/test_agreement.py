@@ -1,0 +1,40 @@
+"""Stages compare digests of their calls at the end of a step; a difference is named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.agreement import begin_to_agree
+from smp_strategy.testing import run_ranks
+
+
+def compare(paths):
+    rank = dist.get_rank()
+    transport = SimpleNamespace(rank=rank, stage_ranks=range(len(paths)), group=dist.group.WORLD)
+    path = paths[rank]
+    agreement = begin_to_agree(transport, hash(tuple(path)), lambda: path)
+    try:
+        agreement.check()
+    except UnsupportedError as error:
+        return str(error), agreement.is_reached()
+    return "", agreement.is_reached()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_equal_calls_are_agreed_on(stages):
+    assert run_ranks(compare, stages, [["embed", "head"]] * stages) == [("", True)] * stages
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (["embed", "block"], "call 1 is `head` on rank 0, `block` on rank 1"),
+        (["embed"], "call 1 is `head` on rank 0, `the end of the step` on rank 1"),
+    ],
+)
+def test_the_first_call_that_differs_is_named_on_every_rank(other, told):
+    for message, is_reached in run_ranks(compare, 2, [["embed", "head"], other]):
+        assert told in message
+        assert not is_reached
