@@ -162,10 +162,11 @@ def vague(folder, smp_options, where, use):
 def test_what_can_be_joined_in_several_ways_is_refused_where_it_is_used(tmp_path):
     assert on_ranks(vague, 2, tmp_path, smp(2), "fit", False) == [True, True]
     for where in ("fit", "predict"):
+        options = smp(2, evaluation_microbatches=2) if where == "predict" else smp(2)
         with pytest.raises(
             RuntimeError, match=rf"{UnsupportedError.__name__}.*\['by_class'\].*no dim of it stands for"
         ):
-            on_ranks(vague, 2, tmp_path, smp(2), where, True)
+            on_ranks(vague, 2, tmp_path, options, where, True)
 
 
 def with_fewer(folder, smp_options):

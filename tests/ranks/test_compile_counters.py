@@ -67,6 +67,7 @@ def ours(options: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("world", "options"),
     [(1, {"pipeline_parallel_degree": 1}), (2, {"pipeline_parallel_degree": 2})],

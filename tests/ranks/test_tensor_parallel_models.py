@@ -58,6 +58,7 @@ def run_model(name: str, setting: Setting) -> Any:
             pipeline_parallel_degree=setting.pp,
             tensor_parallel_degree=setting.tp,
             microbatches=setting.microbatches,
+            evaluation_microbatches=setting.microbatches,
             **dict(setting.options),
         ),
         report=reports.append,

@@ -18,7 +18,7 @@ def parts_of(shape: MeshShape, **options: Any) -> tuple[EngineParts, list[str]]:
     """Parts of an engine on a mesh without processes, and what it has reported."""
     reports: list[str] = []
     parts = EngineParts(SMPConfig(**options), torch.device("cpu"), None, reports.append)
-    mesh: Any = SimpleNamespace(shape=shape, pp=shape.pp, dp=shape.dp, dp_rank=0)
+    mesh: Any = SimpleNamespace(shape=shape, pp=shape.pp, tp=shape.tp, dp=shape.dp, dp_rank=0)
     layout: Any = SimpleNamespace(group=None, module=nn.Module(), shape_inference=ShapeInference(torch.device("cpu")))
     parts.known_mesh, parts.known_layout = mesh, layout
     return parts, reports
@@ -29,7 +29,7 @@ def step(batch: Any) -> Any:
 
 
 def test_a_batch_is_cut_into_the_microbatches_that_the_options_ask_for():
-    parts, _ = parts_of(MeshShape(pp=2, dp=1), pipeline_parallel_degree=2, microbatches=2)
+    parts, _ = parts_of(MeshShape(pp=1, dp=1), microbatches=2)
     microbatches, sizes = cut(parts, torch.arange(6), "train", lambda: None)
     assert sizes == (3, 3)
     assert torch.equal(torch.cat(microbatches), torch.arange(6))
