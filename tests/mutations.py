@@ -80,10 +80,10 @@ MUTATIONS = [
     ),
     Mutation(
         "a swallowed error",
-        "integrations/lightning/strategy.py",
-        "        end_as_stopped(exception, self.tree)\n        publish_own(exception)\n",
-        "        end_as_stopped(exception, self.tree)\n",
-        ("tests/integrations/test_ranks_that_part.py", "tests/integrations/test_lightning_launch.py"),
+        "distributed/failure.py",
+        '            set_first = store.compare_set(_key(run), "", f"rank {rank} failed first: {text}").decode()\n',
+        '            set_first = f"rank {rank} failed first: {text}"\n',
+        ("tests/unit/distributed/test_failure.py", "tests/integrations/test_lightning_launch.py"),
     ),
     Mutation(
         "a hang without a watch",
