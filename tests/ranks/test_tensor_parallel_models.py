@@ -206,7 +206,8 @@ def test_random_numbers_are_the_same_for_whole_activations_and_for_any_number_of
 def run_returning_logits(pp: int) -> Any:
     """What a step returns is looked at on the first rank alone."""
     model, _ = built("llama")
-    engine = Engine(SMPConfig(pipeline_parallel_degree=pp, tensor_parallel_degree=2, microbatches=2))
+    options = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": 2}
+    engine = Engine(SMPConfig(**options, microbatches=2, evaluation_microbatches=2))
     engine.attach(model)
 
     def step(batch: dict[str, Tensor]) -> dict[str, Tensor]:
