@@ -160,7 +160,7 @@ CASES: Mapping[str, Case] = {
 
 
 class PlainLoop:
-    """What a user would write for one process: microbatches one after the other, gradients added in place."""
+    """Plain loop of one process: microbatches one after the other, gradients added in place."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)

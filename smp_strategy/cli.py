@@ -73,6 +73,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on.")
+    return int(text)
+
+
 def _path(text: str) -> str:
     if not text:  # of a variable that is not set, perhaps; it would stand for the folder of this process
         raise argparse.ArgumentTypeError("the path is empty. Give a file or a folder.")
@@ -209,7 +215,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     _add_job(parser)
     parser.add_argument(
-        "--show", type=int, default=8, metavar="N", help="layouts that are planned in full (default: 8)"
+        "--show", type=_count, default=8, metavar="N", help="layouts that are planned in full (default: 8)"
     )
     parser.set_defaults(run="integrations.planning.plan_command")
 
@@ -229,8 +235,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", required=True, help="64xa100, 4x8xh100 (nodes, devices of each), or a YAML file (docs/planner.md)"
     )
-    parser.add_argument("--global-batch", required=True, type=int, metavar="N", help="samples of a step of all devices")
-    parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sample (default: the model's positions)")
+    parser.add_argument(
+        "--global-batch", required=True, type=_count, metavar="N", help="samples of a step of all devices"
+    )
+    parser.add_argument(
+        "--sequence", type=_count, metavar="S", help="tokens of a sample (default: the model's positions)"
+    )
     parser.add_argument("--precision", choices=("bf16", "fp16", "float32"), default="bf16", help="default: bf16")
     parser.add_argument(
         "--memory-limit", type=_size, metavar="SIZE", help="of a device (default: all of it, less 8 %%)"

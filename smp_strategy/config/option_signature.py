@@ -32,7 +32,7 @@ def concerns() -> tuple[type, ...]:
 
 @functools.cache
 def option_texts() -> Mapping[str, str]:
-    """What each option does, in one line of any length; empty where the source files are not there."""
+    """Sentences under each option, as one line; empty where the source files are not there."""
     texts: dict[str, str] = {}
     for name in dict.fromkeys(each.__module__ for each in concerns()):
         try:

@@ -32,7 +32,7 @@ __all__ = ["MainProcessCalls"]
 
 _CHANNEL: Final = "where the main process goes on"
 _DOING: Final = "the main process to go on"
-# What it says, besides calls: it has passed a place, or it does what all ranks do together.
+# Messages of the main process that name no call: it has passed a place, or it does what all ranks do together.
 _PASSES: Final = ("passes",)
 _MEETS: Final = ("meets",)
 _WORDS: Final = (_PASSES, _MEETS)

@@ -75,16 +75,10 @@ class LayoutPlanner:
             UnsupportedError: The step reads values, and the module has none.
         """
         num_units = len(self._costs_of(JobLayout(1, 1, 1, 1, 1, 1)).program.parameters)
-        most_tp = max(tp for tp in range(1, MOST_TENSOR_RANKS + 1) if tp == 1 or self._splits(tp))
-        layouts = layouts_on(self.cluster, global_batch, num_units=num_units, most_tp=most_tp)
-        found = fastest_layouts(
-            [layout for layout in layouts if layout.tp == 1 or self._splits(layout.tp)],
-            self._costs_of,
-            self.cluster,
-            self._limit,
-            finalists=finalists,
-        )
-        return self._plan(found)
+        degrees = divisors(self.cluster.devices_per_node)
+        splits = [tp for tp in degrees if tp == 1 or (tp <= MOST_TENSOR_RANKS and self._splits(tp))]
+        layouts = layouts_on(self.cluster, global_batch, num_units=num_units, splits=splits)
+        return self._plan(fastest_layouts(layouts, self._costs_of, self.cluster, self._limit, finalists=finalists))
 
     def estimate(self, layout: JobLayout) -> LayoutPlan:
         """The prediction for one layout.
@@ -117,8 +111,6 @@ class LayoutPlanner:
 
     def _splits(self, tp: int) -> bool:
         """Whether layers can be split over ``tp`` ranks."""
-        if self.cluster.devices_per_node % tp:
-            return False
         try:
             return bool(self._surveyed(tp).summed)
         except ConfigError:

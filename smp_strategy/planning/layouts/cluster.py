@@ -5,7 +5,6 @@ large kernels of eager PyTorch reach. Collectives are modelled as rings with a l
 "Optimization of Collective Communication Operations in MPICH", 2005), in two hops if a group spans nodes.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -175,10 +174,6 @@ class Cluster:
             return self.device.machine.link
         network = self.device.network
         return network._replace(bytes_per_second=network.bytes_per_second * LINK_SHARE / self.devices_per_node)
-
-    def with_memory(self, nbytes: int | None) -> Self:
-        """This cluster with devices of ``nbytes``; ``None``: unchanged."""
-        return self if nbytes is None else dataclasses.replace(self, device=self.device._replace(memory_bytes=nbytes))
 
 
 def _device(name: str) -> Device:

@@ -4,7 +4,7 @@ A batch of all ranks (``global_batch`` samples) is cut into ``dp * microbatches`
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,8 +15,6 @@ __all__ = ["JobLayout", "divisors", "layouts_on"]
 
 # Beyond this many samples in a microbatch kernels are large anyway, and activations only grow.
 MOST_SAMPLES = 16
-# Shorter pipelines than this multiple of the stages idle too long to be looked at.
-FEWEST_PER_STAGE = 1
 
 
 class JobLayout(NamedTuple):
@@ -54,22 +52,20 @@ class JobLayout(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a run, those that differ from their defaults."""
-        degrees = {
-            "pipeline_parallel_degree": self.pp,
-            "tensor_parallel_degree": self.tp,
-            "sharded_data_parallel_degree": self.dp_shard,
-        }
-        found: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
-        found["microbatches"] = self.microbatches
+        """The options of a run; replicas follow from the number of ranks."""
+        # Without a number of stages all ranks would be stages.
+        found: dict[str, Any] = {"pipeline_parallel_degree": self.pp, "microbatches": self.microbatches}
+        degrees = {"tensor_parallel_degree": self.tp, "sharded_data_parallel_degree": self.dp_shard}
+        found |= {name: degree for name, degree in degrees.items() if degree > 1}
         if self.recomputes:
             found["activation_checkpointing"] = "all"
         return found
 
     def ranks_per_node(self, node_size: int) -> "RanksPerNode":
         """Most ranks of its groups on a node of ``node_size`` ranks."""
-        size = node_size if self.world_size % node_size == 0 else None
-        return _ranks_per_node(MeshShape(pp=self.pp, dp=self.dp, dp_shard=self.dp_shard, tp=self.tp, node_size=size))
+        return _ranks_per_node(
+            MeshShape(pp=self.pp, dp=self.dp, dp_shard=self.dp_shard, tp=self.tp, node_size=node_size)
+        )
 
     def __str__(self) -> str:
         degrees = {"pp": self.pp, "tp": self.tp, "shard": self.dp_shard, "replicas": self.dp_replicate}
@@ -90,27 +86,26 @@ def _ranks_per_node(shape: MeshShape) -> RanksPerNode:
     return RanksPerNode(*(max(Counter(map(shape.node_of, shape.group(0, axis))).values()) for axis in axes))
 
 
-def layouts_on(cluster: Cluster, global_batch: int, *, num_units: int, most_tp: int) -> Iterator[JobLayout]:
+def layouts_on(cluster: Cluster, global_batch: int, *, num_units: int, splits: Sequence[int]) -> Iterator[JobLayout]:
     """All layouts that fill ``cluster`` with ``global_batch`` samples in equal microbatches.
 
     Args:
-        cluster: Devices; layers are split inside of a node only, because each of them sends its activations.
+        cluster: Devices.
         global_batch: Samples of a step of all replicas.
         num_units: Most stages.
-        most_tp: Most ranks over which layers can be split.
+        splits: Numbers of ranks over which layers can be split, divisors of those of a node: split layers send their
+            activations, for which links between nodes are too slow.
     """
     world = cluster.num_devices
-    for tp in divisors(world):
-        if tp > most_tp or cluster.devices_per_node % tp:
-            continue
+    for tp in splits:
         for pp in divisors(world // tp):
             dp = world // (tp * pp)
-            # A shard group on several nodes fills them; replicas of it are equal then.
-            if pp > num_units or global_batch % dp or cluster.nodes > 1 and world % cluster.devices_per_node:
+            if pp > num_units or global_batch % dp:
                 continue
             each = global_batch // dp
             for samples in divisors(each):
-                if samples > MOST_SAMPLES or (each // samples < FEWEST_PER_STAGE * pp and samples > 1):
+                # Fewer microbatches than stages leave stages idle, where smaller ones would not.
+                if samples > MOST_SAMPLES or (samples > 1 and each // samples < pp):
                     continue
                 for dp_shard in divisors(dp):
                     for recomputes in (False, True):

@@ -38,6 +38,7 @@ def test_a_plan_says_what_is_fastest_and_writes_what_runs_it(gpt, tmp_path, caps
     assert max(map(len, told.splitlines())) <= 118
     hydra, accelerate = (yaml.safe_load(Path(file).read_text()) for file in files)
     assert hydra.pop("defaults") == ["base", "_self_"]
+    assert hydra["pipeline_parallel_degree"] >= 1  # without it all ranks would be stages
     SMPConfig.from_options(**hydra)
     SMPConfig.from_options(**accelerate["smp_config"])
     assert (accelerate["num_processes"], accelerate["distributed_type"]) == (4, "MULTI_CPU")
@@ -94,3 +95,10 @@ def test_mistakes(gpt, changes, message, capsys):
 def test_models_that_are_none(model, message, capsys):
     assert main(["plan", model, *JOB]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--sequence", "--global-batch", "--show"])
+def test_numbers_begin_at_one(option, gpt, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", gpt, *JOB, option, "0"])
+    assert "'0' is no number from 1 on" in capsys.readouterr().err
