@@ -441,7 +441,7 @@ class Engine:
         Collective over all ranks; each learns whether any gradient on any rank has overflowed.
         """
         with self.views.put_aside():
-            return self.local_model.unscale(optimizer, scale)
+            return self.inspection.checked(self.local_model.unscale(optimizer, scale), is_scaled=scale != 1.0)
 
     def begin_update(self, optimizer: Optimizer) -> Tensor | None:
         """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`.

@@ -19,6 +19,7 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.loss_weighting import LossWeighting
 from smp_strategy.engine.pending_state import PendingState
+from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.carried_objects import CarriedObjects
@@ -58,6 +59,7 @@ class EngineParts:
         known_mesh, known_layout: ``None`` before a module is attached.
         local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
+        monitor: is told of steps; ``None``: nobody asks for figures.
         gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
         seed, num_steps, num_evaluations: where random streams are.
         has_counted: whether the first training step has been reported on.
@@ -86,6 +88,7 @@ class EngineParts:
         self.known_layout: Layout | None = None
         self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
+        self.monitor: StepMonitor | None = None
         self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = 0
         self.has_counted = self.has_told_of_comparison = False

@@ -17,7 +17,7 @@ except for a module that was built on the meta device: it stays as the last run 
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -293,7 +293,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         shape_inference=layout.shape_inference,
         transport=transport,
         device=parts.device,
-        with_weights=local_model.with_weights,
+        with_weights=partial(_watched, parts, local_model),
         activations=_activations(parts, glue),
         backward=widening_backward if local_model.sums_wider else torch.autograd.backward,
         reads_refused=local_model.reads_refused,
@@ -307,6 +307,16 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
             parts.calls.compile(name)
     parts.carried = CarriedObjects()
     return Runtime(stage, parts.private_state(glue), called=parts.carried.note if mesh.pp > 1 else None)
+
+
+def _watched(
+    parts: EngineParts, local_model: LocalModel, unit: str, function: Callable[..., Any], token: object
+) -> Callable[..., Any]:
+    """``function`` with weights in place, and looked at by the monitor if it searches for NaN and infinity."""
+    function = local_model.with_weights(unit, function, token)
+    if parts.monitor is None or not parts.monitor.searches:
+        return function
+    return parts.monitor.around_unit(unit, function, token)
 
 
 def _agree(group: TensorGroup | None, is_so: bool) -> bool:

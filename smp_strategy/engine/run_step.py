@@ -149,6 +149,8 @@ def training_job(
         for note in notes_on_buffers(parts.layout.module, written, replicas=replicas, microbatches=len(sizes)):
             parts.report(note)
     parts.num_steps += 1
+    if parts.monitor is not None:
+        parts.monitor.begin_step(parts.num_steps, microbatches, sizes)
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
     terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
@@ -172,6 +174,8 @@ def memory_explained(num_microbatches: int) -> Iterator[None]:
 def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:
     """Job of the next step without backward; ``parts`` counts it."""
     parts.num_evaluations += 1
+    if parts.monitor is not None:
+        parts.monitor.interrupt()
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)
     return Job(step=step, seed=seed, loss_weights=parts.loss_weighting.begin(kind, microbatches, sizes))
 
@@ -199,4 +203,6 @@ def run_step(
     if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
         plans.learn(kind, run.trace)
     parts.loss_weighting.end(kind, run.trace.signature)
+    if parts.monitor is not None and job.loss_of is not None:
+        parts.monitor.end_step(run, recording)
     return run, order.plan, recording

@@ -19,7 +19,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.work import Link
 
-__all__ = ["DEVICES", "Cluster", "Device"]
+__all__ = ["DEVICES", "Cluster", "Device", "peak_flops"]
 
 _GB = 10**9
 _FIGURES = ("memory", "peak_flops", "memory_bandwidth", "node_link", "network")
@@ -174,6 +174,15 @@ class Cluster:
             return self.device.machine.link
         network = self.device.network
         return network._replace(bytes_per_second=network.bytes_per_second * LINK_SHARE / self.devices_per_node)
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense 16-bit FLOP/s of the device with a ``name`` like NVIDIA H100 80GB HBM3; ``None``: not in :data:`DEVICES`.
+
+    The figures are those of SXM modules; a PCIe card of the same name has others.
+    """
+    words = re.split(r"[\s-]+", name.lower())
+    return None if "pcie" in words else next((DEVICES[word].peak_flops for word in words if word in DEVICES), None)
 
 
 def _device(name: str) -> Device:
