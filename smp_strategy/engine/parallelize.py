@@ -102,9 +102,9 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
     parts.late.load(local_model.holdings)
     transport = _connect(parts, local_model)
     if is_first and transport is not None:
-        parts.report(render_paths(measure_paths(transport, parts.device)))
+        parts.describe(render_paths(measure_paths(transport, parts.device)))
     if is_first and (sums := local_model.reduction.describe()):
-        parts.report(sums)
+        parts.describe(sums)
     return local_model
 
 
@@ -256,13 +256,14 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     layout.activation_policies = layout.partition.activation_policies
     layout.used_by_glue = found.used_by_glue
     layout.known_plans = plans = PlanCache(
-        parts.config, layout.partition, layout.costs, parts.report, partial(_agree_on_trace, group)
+        parts.config, layout.partition, layout.costs, parts.describe, partial(_agree_on_trace, group)
     )
     if found.trace is not None and found.trace.loss is not None:
         plans.learn(first.kind, found.trace)
-    text = render_layout(shape, layout.partition, config, layout.split_report)
     notes = (note_on_others(os.environ, option_types()), layout.costs.render())
-    parts.report("\n".join([*filter(None, notes), text]))
+    for note in filter(None, notes):
+        parts.report(note)
+    parts.describe(render_layout(shape, layout.partition, config, layout.split_report))
 
 
 def _agree_on_trace(group: TensorGroup | None, trace: Trace) -> Trace:

@@ -101,16 +101,13 @@ class StepMonitor:
         known, signature = self._flops, run.trace.signature
         if signature not in known:
             known[signature] = flops_of(run.trace) / (self._sizes[0] or 1)
-        before = self._counted._replace(flops=self._counted.flops + known[signature] * sum(self._sizes))
-        if recording.spans:
-            waited = sum(span.waited for span in recording.spans)
-            end = 0.0 if recording.left_plan else recording.end - recording.spans[-1].end
-            before = before._replace(
-                pass_seconds=before.pass_seconds + recording.end - recording.spans[0].start,
-                idle_seconds=before.idle_seconds + waited + end,
-                message_seconds=before.message_seconds + waited,
-            )
-        self._counted = before
+        before = self._counted
+        self._counted = before._replace(
+            flops=before.flops + known[signature] * sum(self._sizes),
+            pass_seconds=before.pass_seconds + recording.seconds,
+            idle_seconds=before.idle_seconds + recording.idle,
+            message_seconds=before.message_seconds + recording.waited,
+        )
 
     def around_unit(self, unit: str, function: Callable[..., Any], microbatch: object) -> Callable[..., Any]:
         """``function``, the forward of ``unit`` for a microbatch; ``None``: outside of steps."""

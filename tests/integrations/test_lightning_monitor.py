@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import re
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -109,6 +111,31 @@ def test_a_skipped_update_leaves_the_weights_of_a_plain_loop_that_skips(tmp_path
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+LAYOUTS = [
+    PP2,
+    {"sharded_data_parallel_degree": 2, "microbatches": 2},
+    {"shard_optimizer_state": True, "pipeline_parallel_degree": 1},
+]
+
+
+def with_and_without(folder, smp):
+    found = []
+    for callbacks in ([], [make_monitor(NEWER)()]):
+        module = toy_module()
+        options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "callbacks": callbacks}
+        trainer = toy_trainer(folder, smp=smp, max_epochs=1, **options)
+        trainer.fit(module, toy_loader(), toy_loader(shuffle=False))
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+        assert trainer.precision_plugin.scaler is None
+    return found
+
+
+@pytest.mark.parametrize("smp", LAYOUTS, ids=["pp2", "sdp2", "zero1"])
+def test_a_monitor_changes_no_weight(tmp_path, smp):
+    for without, watched in on_ranks(with_and_without, 2, tmp_path, smp):
+        assert all(torch.equal(without[name], value) for name, value in watched.items())
+
+
 def test_ignored_nan_reaches_the_weights(tmp_path):
     weights, num_found = on_ranks(trained, 2, tmp_path, "ignore", "forward")[0]
     assert num_found == 0
@@ -160,6 +187,19 @@ def test_the_loss_scale_is_a_figure(tmp_path):
     smp = {**PP2, "fp16": True, "init_scale": 1024.0}
     metrics, _ = on_ranks(logged, 2, tmp_path, NEWER, smp)[0]
     assert metrics["smp/loss_scale"] == 1024
+
+
+def run_page(folder):
+    os.chdir(folder)
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    names = {"__name__": "script"}
+    exec(compile(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "docs/monitoring.md", "exec"), names)
+    return float(names["trainer"].callback_metrics["smp/samples_per_second"])
+
+
+def test_the_script_in_the_page_about_monitoring_trains(tmp_path):
+    first, second = on_ranks(run_page, 2, tmp_path)
+    assert first == second > 0
 
 
 def without_strategy(folder):
