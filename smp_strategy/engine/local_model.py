@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint import full_state_dict as full
 from smp_strategy.checkpoint.load import MODULE, load_module
-from smp_strategy.checkpoint.local_shards import LocalShards
 from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.state_dict import LocalShards
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, mark_own_states

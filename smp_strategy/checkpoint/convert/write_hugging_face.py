@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
-from smp_strategy.checkpoint.convert.names import find_prefix, strip_prefix
+from smp_strategy.checkpoint.convert.layouts import find_prefix, strip_prefix
 from smp_strategy.checkpoint.convert.safetensors import write_safetensors
 from smp_strategy.checkpoint.storage.atomic_commit import Check, replacing
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable

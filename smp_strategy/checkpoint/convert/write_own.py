@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, map_tensors
-from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES
-from smp_strategy.checkpoint.convert.names import numbered_groups
+from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES, numbered_groups
 from smp_strategy.checkpoint.convert.write_hugging_face import Progress
-from smp_strategy.checkpoint.storage.atomic_commit import Check
+from smp_strategy.checkpoint.storage.atomic_commit import Check, saving
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 

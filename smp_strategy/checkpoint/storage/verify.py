@@ -5,11 +5,11 @@ from pathlib import Path
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage import full_file_digests as full_digests
-from smp_strategy.checkpoint.storage.damage import Damage, problems_of_files
 from smp_strategy.checkpoint.storage.detect_sharded import opened
 from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import has_manifest
 from smp_strategy.checkpoint.storage.torch_load import load_file
+from smp_strategy.checkpoint.storage.verified_reads import Damage, problems_of_files
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["Damage", "has_digests", "problems_of"]
@@ -24,7 +24,7 @@ def problems_of(path: Path | str) -> list[Damage]:
     """Read all of a checkpoint and compare it with its digests.
 
     Takes a full file, a sharded folder, or a folder of other files with a manifest
-    (:mod:`~smp_strategy.checkpoint.storage.folder_digests`) with the folders in it. A checkpoint of another program has
+    (:mod:`~smp_strategy.checkpoint.storage.verified_reads`) with the folders in it. A checkpoint of another program has
     no digests: it is opened at least.
 
     Raises:
