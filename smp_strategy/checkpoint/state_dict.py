@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
+from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed.mesh import ProcessMesh
