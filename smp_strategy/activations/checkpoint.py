@@ -23,8 +23,8 @@ from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.selective import Products
 from smp_strategy.distributed.torch_private import after_backward, is_in_backward
 from smp_strategy.errors import UnsupportedError, changed_in_place
-from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
+from smp_strategy.model.trace.saved_tensors import without_transforms
 
 __all__ = ["Recomputed"]
 

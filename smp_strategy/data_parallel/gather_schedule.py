@@ -23,8 +23,8 @@ from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import wait_for
 from smp_strategy.distributed.torch_private import is_in_backward, sequence_number
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result
+from smp_strategy.model.trace.saved_tensors import without_transforms
 
 __all__ = ["GatherPolicy", "GatherSchedule"]
 

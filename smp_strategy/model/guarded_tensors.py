@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.tensor_spec import METADATA
 
 __all__ = [
     "BY_IDENTITY",

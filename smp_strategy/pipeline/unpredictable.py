@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
-from smp_strategy.model.trace.fake_call import tensors_of
+from smp_strategy.model.trace.fake_call import Meter, tensors_of
 from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.opened_objects import LeafSlot
 from smp_strategy.model.trace.prediction import (

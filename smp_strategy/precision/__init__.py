@@ -7,5 +7,6 @@
 * ``loss_scale``: rules by which the scale grows and shrinks; pure functions.
 * ``grad_scaler``: PyTorch's ``GradScaler`` interface, in agreement over all ranks.
 
-The options are in ``config.precision_options``; the check of gradients over all ranks is in ``data_parallel.grad_norm``.
+The options are in ``config.precision_options``; the check of gradients over all ranks is in
+``data_parallel.grad_norm``.
 """

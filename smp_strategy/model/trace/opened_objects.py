@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
-from smp_strategy.model.trace.user_code import is_own_object
+from smp_strategy.model.trace.snapshot import is_own_object
 
 __all__ = [
     "LeafSlot",

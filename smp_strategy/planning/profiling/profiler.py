@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.model.trace.device_model import Machine, modelled_work
+from smp_strategy.model.trace.device_model import Machine, Measured, modelled_work
 from smp_strategy.model.trace.events import Event
-from smp_strategy.model.trace.measured_costs import Measured
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 from smp_strategy.planning.profiling.unit_benchmark import Sample, measure_alone

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_strategy.model.trace.device_model import Machine, modelled_work
-from smp_strategy.model.trace.measured_costs import with_measured_bytes, work_of
+from smp_strategy.model.trace.device_model import Machine, modelled_work, with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling import profiler
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, assign, measure, relative_speeds
