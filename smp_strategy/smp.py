@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential
+from smp_strategy.activations.submodules import checkpoint_sequential
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
 from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint, save_checkpoint
 from smp_strategy.integrations.sagemaker.creation import (

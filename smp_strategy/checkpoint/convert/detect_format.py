@@ -10,7 +10,7 @@ from smp_strategy.checkpoint.convert.safetensors import INDEX_ENDING, open_safet
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
-from smp_strategy.config.special_file import special_file
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["located", "open_checkpoint"]
