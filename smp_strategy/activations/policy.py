@@ -41,10 +41,7 @@ class ActivationPolicy:
 
 KEEP = ActivationPolicy()
 
-
 ActivationPolicies = Mapping[str, ActivationPolicy]
-
-
 """Policies by unit name; units that are not named keep everything."""
 
 

@@ -128,7 +128,6 @@ class CheckpointRequest(NamedTuple):
 
 _ASKED = ModuleNotes[CheckpointRequest]("_smp_checkpointing")
 
-
 Module = TypeVar("Module", bound=nn.Module)
 
 

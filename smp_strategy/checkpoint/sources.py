@@ -119,8 +119,6 @@ class EditedState:
 
 
 _PROPERTIES: Any = Tensor
-
-
 # Functions that need no values.
 _KNOWN = frozenset(
     {
@@ -133,8 +131,6 @@ _KNOWN = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
     }
 )
-
-
 # Properties as those of a tensor in host memory; the subclass itself is on the meta device.
 _PLACE = {
     _PROPERTIES.device.__get__: torch.device("cpu"),
@@ -142,8 +138,6 @@ _PLACE = {
     _PROPERTIES.is_cpu.__get__: True,
     Tensor.get_device: -1,
 }
-
-
 # Functions that return the tensor itself, unread.
 _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 

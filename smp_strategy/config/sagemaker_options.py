@@ -249,10 +249,7 @@ class Key(NamedTuple):
 
 
 _FLAG: Final = Key(bool)
-
-
 _DEGREE: Final = Key(range(1, _ANY_SIZE))
-
 
 V1: Final[Mapping[str, Key]] = {
     **dict.fromkeys(("pipeline_parallel_degree", "microbatches", "active_microbatches"), _DEGREE),
@@ -276,8 +273,6 @@ V1: Final[Mapping[str, Key]] = {
     "_match_weights": Key(bool, "split layers keep the weights of the model"),
     "_fp32_grad_accumulation": Key(bool, "gradients of half precision always add up in float32"),
 }
-
-
 V2: Final[Mapping[str, Key]] = {
     "hybrid_shard_degree": Key(range(_ANY_SIZE)),
     "tensor_parallel_degree": _DEGREE,
@@ -291,23 +286,11 @@ V2: Final[Mapping[str, Key]] = {
         range(_ANY_SIZE), "initial values are equal on all ranks; set the seed with `torch.manual_seed`"
     ),
 }
-
-
 LIBRARIES: Final = {"modelparallel": Key(dict), "dataparallel": Key(dict)}
-
-
 LAUNCHERS: Final = {"mpi": Key(dict), "torch_distributed": Key(dict)}
-
-
 LAUNCHER: Final = {"enabled": _FLAG, "processes_per_host": _DEGREE, "custom_mpi_options": Key(str)}
-
-
 DISTRIBUTION: Final = {"smdistributed": Key(dict)}
-
-
 MODEL: Final = {"enabled": _FLAG, "parameters": Key()}
-
-
 DATA: Final = {"enabled": _FLAG, "custom_mpi_options": Key(str)}
 
 

@@ -48,8 +48,6 @@ __all__ = ["BackwardTracker", "TrackedCall", "is_in", "weights_guarded"]
 
 
 _Node = Any
-
-
 """Node of autograd's graph."""
 
 
@@ -201,8 +199,6 @@ class BackwardTracker:
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
 _Saved = tuple[Any, int, Literal["weight", "own", "outer"]]
 
 

@@ -43,8 +43,6 @@ __all__ = ["cut_state", "has_one_per_element", "kept_per_element", "FullOptimize
 
 
 _STAND_IN = 7
-
-
 # Some entries appear later than in the first step: an average over every fifth, say.
 NUM_STEPS = 12
 

@@ -95,8 +95,6 @@ class RestingGuard(Guard):
 
 # Elementwise operations without the tag `pointwise`.
 _ELEMENTWISE = frozenset({"aten::zero_", "aten::fill_", "aten::copy_", "aten::zeros_like", "aten::empty_like"})
-
-
 _WHOLE = ("norm", "max", "powsum")
 
 

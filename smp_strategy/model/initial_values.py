@@ -294,11 +294,7 @@ def _changed_arguments(func: Any) -> Iterator[tuple[int, str]]:
 
 
 _OWN = ("reset_parameters", "_reset_parameters")
-
-
 _OF_MODELS = "_init_weights"
-
-
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 

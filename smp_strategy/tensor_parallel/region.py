@@ -153,8 +153,6 @@ def _state_of(tensor: Tensor) -> tuple[Tensor, int, torch.dtype, bool]:
 
 
 Blocks = Sequence[Sequence[int]]
-
-
 """For each fused matrix, the lengths of the ranks' parts."""
 
 

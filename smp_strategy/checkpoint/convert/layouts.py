@@ -51,8 +51,6 @@ __all__ = [
 
 
 Shape = tuple[int, ...]
-
-
 # Key of a group: names that are known from elsewhere.
 NAMES: Final = "smp_strategy/names"
 
@@ -192,15 +190,9 @@ def add_tied(weights: dict[str, Any], like: Mapping[str, LazyTensor]) -> list[st
 
 # Key of the strategy's state in a Lightning checkpoint.
 OWN_STATE: Final = "smp_strategy"
-
-
 # Key in a full file: for each optimizer, and each of its groups, the names of the parameters that PyTorch numbers.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
-
-
 MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
-
-
 OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
 
 

@@ -186,8 +186,6 @@ def _read(pieces: Sequence[Tensor], offset: int, length: int, shape: tuple[int, 
 
 
 _NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
-
-
 Place = tuple[int, ...]
 
 

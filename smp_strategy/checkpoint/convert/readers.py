@@ -29,8 +29,6 @@ __all__ = ["open_sharded", "open_torch_file", "read_dict", "open_state", "open_w
 
 # Placeholder `{_MARK: number}` of a tensor nested in the rest, which is stored as `spread.<number>`.
 _MARK, _SPREAD = "smp_strategy/spread", "spread"
-
-
 _NUMBERED: Final = (list, tuple)
 
 

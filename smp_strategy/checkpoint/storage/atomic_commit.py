@@ -64,32 +64,16 @@ __all__ = [
 
 # An entry of another machine without writes for so long belongs to a dead process.
 GIVEN_UP_SECONDS: Final = 3600.0
-
-
 _MERGED_SECONDS: Final = 60.0
 
-
 _HIDDEN: Final = re.compile(r"\..+\.(?:saving|deleted)-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
-
-
 _MERGING: Final = re.compile(r"\..+\.merging-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
-
-
 # File with the names of what becomes out of date, in a folder that is merged.
 _STALE: Final = ".stale"
-
-
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
-
-
 _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
-
-
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
-
-
 _ATTEMPTS: Final = 5
-
 
 Check = Callable[[Path], None]
 

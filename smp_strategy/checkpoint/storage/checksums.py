@@ -18,8 +18,6 @@ __all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of", "to_disk"]
 
 
 DIGITS: Final = 32  # hexadecimal digits of a digest
-
-
 PIECE: Final = 2**20  # bytes; the manifest has the size that its writer used
 
 
@@ -89,8 +87,6 @@ class DigestingFile:
 
 
 _STEP: Final = 16 * 2**20  # bytes
-
-
 _WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: begin writing, do not wait
 
 

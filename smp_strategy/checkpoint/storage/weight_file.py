@@ -54,8 +54,6 @@ _NAMES: Final = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-
-
 _PRIORITIES: Final = {dtype: priority for priority, dtype in enumerate(_NAMES)}
 
 

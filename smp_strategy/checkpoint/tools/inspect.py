@@ -20,7 +20,6 @@ from smp_strategy.errors import printable
 
 __all__ = ["run"]
 
-
 _WIDTH = 1000  # names are not truncated
 
 

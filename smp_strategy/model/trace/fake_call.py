@@ -164,8 +164,6 @@ def tracked() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
-
-
 _DEVICE = torch.ops.prim.device.default
 
 

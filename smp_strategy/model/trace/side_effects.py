@@ -168,14 +168,9 @@ def _containers(tree: Any) -> Iterator[Any]:
 
 
 Path = tuple[Any, ...]
-
-
 """Name of a context variable; for a container in its dict, also the key there."""
 
-
 _MISSING = object()
-
-
 _KINDS = (list, dict)
 
 

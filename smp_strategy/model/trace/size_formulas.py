@@ -42,8 +42,6 @@ __all__ = ["SizeFormulas", "shape_kind", "SymbolicSizes"]
 
 # Smaller integers are dims, flags and factors: code branches on them.
 _SMALL = 8
-
-
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -96,8 +94,6 @@ def _is_number(leaf: Any) -> bool:
 
 # PyTorch assumes that a symbolic size is no 0 and no 1.
 _LEAST = 2
-
-
 _LOOPS = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 
@@ -226,10 +222,7 @@ def _text(expression: Any) -> str:
 
 # A kind whose calls have so little in common is run dry for each of them.
 _MOST_FORMULAS = 8
-
-
 _MOST_FAILURES = 2
-
 
 _Numbers = tuple[Any, ...]
 

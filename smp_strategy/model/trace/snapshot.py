@@ -61,30 +61,16 @@ __all__ = [
 
 
 _CONTAINERS = (list, dict, set, collections.deque)
-
-
 _ORDINARY = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict})
-
-
 # Nothing is in them, or others capture it.
 _PLAIN = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
-
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
 _MISSING = object()
-
 
 # Limits of the search for objects: nesting, entries of a container (longer ones are data), bytes of an array.
 _MOST_LEVELS = 4
-
-
 _MOST_ENTRIES = 10_000
-
-
 _MOST_BYTES = 1 << 26
-
 
 Replacement = Callable[[Any], Any]
 
@@ -341,8 +327,6 @@ def _base_of(container: Any) -> Any:
 
 # Folders of libraries, in this environment or in one that it extends.
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-
-
 # Library classes whose objects have only the attributes that the user gives them.
 _BARE = (SimpleNamespace, argparse.Namespace)
 

@@ -52,17 +52,9 @@ __all__ = [
 
 
 _MISSING = object()
-
-
 _GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
-
-
 _CELL = ("STORE_DEREF", "DELETE_DEREF")
-
-
 _ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
-
-
 _WRITES = frozenset({*_GLOBAL, *_CELL, *_ATTRIBUTE})
 
 
@@ -356,11 +348,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 _Memoized = functools._lru_cache_wrapper
-
-
 _MOST_LEVELS = 4
-
-
 # Symbolic sizes are computed with hundreds of large caches, of expressions only.
 _OF_SYMBOLS = ("sympy.", "mpmath.")
 

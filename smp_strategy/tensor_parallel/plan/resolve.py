@@ -181,8 +181,6 @@ def _is_declared(layer: str, other: str, modules: Mapping[str, nn.Module]) -> bo
 
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
