@@ -2,8 +2,8 @@
 
 In reading order::
 
-    distributed_layers.py   DistributedLinear, DistributedEmbedding, FusedLayerNorm
-    attention_layers.py     DistributedAttentionLayer, FlashAttentionLayer
+    attention_layers.py     DistributedLinear, DistributedEmbedding, FusedLayerNorm; DistributedAttentionLayer,
+                            FlashAttentionLayer
     transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead
     replaced_layers.py      Hugging Face's models, in which SageMaker's library puts these layers
     huggingface.py          translations of state dicts, which change nothing
@@ -12,10 +12,11 @@ Sizes are those of the whole layer. Parameters keep their whole names and shapes
 """
 
 from smp_strategy.integrations.sagemaker.nn import huggingface
-from smp_strategy.integrations.sagemaker.nn.attention_layers import DistributedAttentionLayer, FlashAttentionLayer
-from smp_strategy.integrations.sagemaker.nn.distributed_layers import (
+from smp_strategy.integrations.sagemaker.nn.attention_layers import (
+    DistributedAttentionLayer,
     DistributedEmbedding,
     DistributedLinear,
+    FlashAttentionLayer,
     FusedLayerNorm,
 )
 from smp_strategy.integrations.sagemaker.nn.transformer_layers import (

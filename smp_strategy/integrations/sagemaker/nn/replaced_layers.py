@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from smp_strategy.integrations.sagemaker.nn.distributed_layers import FusedLayerNorm
+from smp_strategy.integrations.sagemaker.nn.attention_layers import FusedLayerNorm
 from smp_strategy.tensor_parallel.plan.annotations import is_enabled
 
 __all__ = ["name_layers", "own_initialisation"]

@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.sagemaker.nn.attention_layers import DistributedAttentionLayer
-from smp_strategy.integrations.sagemaker.nn.distributed_layers import DistributedEmbedding, initialised
+from smp_strategy.integrations.sagemaker.nn.attention_layers import (
+    DistributedAttentionLayer,
+    DistributedEmbedding,
+    initialised,
+)
 from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism
 
 __all__ = [
