@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from smp_strategy.model.annotations import set_partition as set_partition
     from smp_strategy.model.trace.device_model import Machine as Machine
     from smp_strategy.model.units import unit as unit
-    from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism as set_tensor_parallelism
-    from smp_strategy.tensor_parallel.plan.annotations import tensor_parallelism as tensor_parallelism
     from smp_strategy.tensor_parallel.plan.registry import tp_register as tp_register
     from smp_strategy.tensor_parallel.plan.registry import tp_register_with_module as tp_register_with_module
+    from smp_strategy.tensor_parallel.plan.user_choices import set_tensor_parallelism as set_tensor_parallelism
+    from smp_strategy.tensor_parallel.plan.user_choices import tensor_parallelism as tensor_parallelism
 
 __all__ = [
     "CheckpointError",
@@ -87,8 +87,8 @@ _HOME = {
     "save_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
     "set_activation_checkpointing": "smp_strategy.activations.selection",
     "set_partition": "smp_strategy.model.annotations",
-    "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
-    "tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
+    "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",
+    "tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",
     "tp_register": "smp_strategy.tensor_parallel.plan.registry",
     "tp_register_with_module": "smp_strategy.tensor_parallel.plan.registry",
     "unit": "smp_strategy.model.units",

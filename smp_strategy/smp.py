@@ -66,7 +66,7 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
 )
 from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
-from smp_strategy.integrations.sagemaker.step_output import StepOutput
+from smp_strategy.integrations.sagemaker.step_values import StepOutput
 from smp_strategy.tensor_parallel.plan.registry import tp_register
 
 __all__ = [

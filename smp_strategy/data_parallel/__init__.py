@@ -3,8 +3,8 @@
 Reading order:
 
 * ``reduction``: when gradients are summed over stages and replicas; the entry point.
-* ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, overlapped with backward; the same after backward,
-  sums of sparse gradients, and the choice of the way by the places of the replicas.
+* ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, and sums of gradient shards over the replicas of a shard
+  group, overlapped with backward; the same after backward, sums of sparse gradients, and the choice of the way by the places of the replicas.
 * ``ddp_comm_hook``: the hierarchical sums, as a hook of PyTorch's DistributedDataParallel.
 * ``buffer_sync``: all replicas take over the buffers of the first.
 * ``zero1``: one owner per parameter; updated values that arrive during the next forward.
@@ -13,9 +13,8 @@ Reading order:
 * ``flat_buffer``, ``flat_unit``: life of a buffer's values and gradients; the buffers of a unit.
 * ``backward_tracking``: calls that a backward needs; weights that autograd has saved.
 * ``collective_order``, ``gather_schedule``: one order of collectives for all ranks; when units are gathered and freed.
-* ``replica_all_reduce``: gradient shards summed over the replicas of a shard group.
 * ``sharded_module``: all units of a stage, as the engine uses them.
 * ``grad_norm``: global norm; loss scale and overflow.
 * ``optimizer_probe``, ``optimizer_checks``, ``optimizer_dependence``: twins; do pieces or subsets suffice.
-* ``optimizer_state``, ``step_hooks``: state of pieces, full state in hooks, hooks of steps.
+* ``optimizer_state``: state of pieces, full state in hooks, hooks of steps.
 """

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from smp_strategy.data_parallel.backward_tracking import BackwardTracker, TrackedCall, is_in, weights_guarded
+from smp_strategy.data_parallel.bucketed_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.collective_order import CollectiveOrder, Operation
 from smp_strategy.data_parallel.flat_unit import FlatUnit
-from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import wait_for
 from smp_strategy.distributed.torch_private import is_in_backward, sequence_number

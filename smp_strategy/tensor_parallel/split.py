@@ -38,8 +38,7 @@ from smp_strategy.tensor_parallel.layers.linear import (
     RowParallelLinear,
     VocabParallelHead,
 )
-from smp_strategy.tensor_parallel.plan import annotations as notes
-from smp_strategy.tensor_parallel.plan import patterns as by_pattern
+from smp_strategy.tensor_parallel.plan import user_choices
 from smp_strategy.tensor_parallel.plan.hugging_face import family_blocks, is_from_transformers, vocabulary_blocks
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers, pair_blocks, watch
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, LayerLine, SplitKind, SplitReport, describe
@@ -162,7 +161,7 @@ def split_layers(
     blocks = [] if group.size == 1 else list(_blocks(modules, patterns or {}, watched))
     refused: dict[str, str] = {}
     while True:
-        choice = choose(modules, blocks, group.size, notes.disabled(modules), refused, watched.readers)
+        choice = choose(modules, blocks, group.size, user_choices.disabled(modules), refused, watched.readers)
         report = SplitReport(tuple(_lines(modules, choice)), group.size)
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
@@ -190,7 +189,7 @@ def _blocks(
 ) -> Iterator[LayerBlock]:
     """Blocks of all sources, in order of precedence."""
     into = {column: pair.row for pair in watched.pairs for column in pair.columns}
-    yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
+    yield from user_choices.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
     yield from registered_blocks(modules)
     yield from vocabulary_blocks(modules)
     yield from family_blocks(modules)
@@ -203,7 +202,7 @@ def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, stri
     problems = [
         f"`tensor_parallel` names `{name}`, which cannot be split: {reason}."
         for name, (source, reason) in choice.reasons.items()
-        if source == by_pattern.SOURCE
+        if source == user_choices.SOURCE
     ]
     if strict and group.size > 1:
         problems += [
@@ -341,7 +340,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
                 describe(how),
                 block.source,
                 how.style not in ("whole", "inside"),
-                is_asked=how.style == "whole" and block.source == by_pattern.SOURCE,
+                is_asked=how.style == "whole" and block.source == user_choices.SOURCE,
             )
             if how.style == "layer":
                 inside[name] = line
@@ -355,7 +354,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
 
 def _whole_line(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> LayerLine:
     kind = type(module).__name__
-    if (reason := notes.disabled(modules).get(name)) is not None:
+    if (reason := user_choices.disabled(modules).get(name)) is not None:
         return LayerLine(name, kind, "whole", reason, False, is_asked=True)
     if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)):
         return LayerLine(name, kind, "whole", "has vectors only", False)

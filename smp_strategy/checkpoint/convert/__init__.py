@@ -11,7 +11,6 @@ readers               Files of ``torch.save``; sharded folders of ours, Lightnin
 safetensors           Safetensors, with an index or without; reads and writes.
 read_sagemaker        One file per rank of SageMaker's model parallel library; parts joined to whole tensors.
 merge_adapters        Merges LoRA adapters of PEFT into the weights that they adapt.
-write_own             Our two forms: sharded folder, full file.
-write_hugging_face    Safetensors, or a folder for ``from_pretrained``.
+writers               Our two forms: sharded folder, full file; safetensors, or a folder for ``from_pretrained``.
 ===================== =================================================================================================
 """

@@ -5,7 +5,7 @@ In reading order:
 ===================================== =================================================================================
 held_tensor                           The vocabulary: this rank's rectangles of a tensor; a state to load from.
 dcp_format, dcp_metadata              PyTorch's distributed checkpoints: items, flat names, table of contents.
-checksums, manifest                   XXH3 digests, and the manifest that covers every byte of a folder.
+manifest                              XXH3 digests, and the manifest that covers every byte of a folder.
 write_plan, writer                    Sharded save: assignment to ranks, one file per rank; errors of one reach all.
 async_save                            Host copies, and writing in the background.
 atomic_commit                         Atomic replacement: after a crash, the old checkpoint or the new one.
@@ -15,6 +15,6 @@ weight_file                           A safetensors file that is written one ten
 full_file, full_file_digests          Full checkpoint: one file of ``torch.save`` with digests inside.
 torch_load                            ``torch.load`` without running code of a file.
 path_kind, sagemaker_folder           Format detection, and folders that may be replaced; tagged checkpoints.
-verify, fallback                      Full verification, the newest undamaged checkpoint.
+verify                                Full verification, the newest undamaged checkpoint.
 ===================================== =================================================================================
 """

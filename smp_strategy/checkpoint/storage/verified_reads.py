@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from smp_strategy.checkpoint.storage import manifest
-from smp_strategy.checkpoint.storage.checksums import PIECE, digest, pieces_of
-from smp_strategy.checkpoint.storage.manifest import FILE_NAME, Manifest, Region
+from smp_strategy.checkpoint.storage.manifest import FILE_NAME, PIECE, Manifest, Region, digest, pieces_of
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["DamageError", "FileSlice", "Files", "RegionReader", "Damage", "problems_of_files", "describe", "verify"]

@@ -22,10 +22,9 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.async_save import StagingBuffers, in_host_memory, raw
 from smp_strategy.checkpoint.storage.atomic_commit import BEFORE
-from smp_strategy.checkpoint.storage.checksums import DigestingFile, to_disk
 from smp_strategy.checkpoint.storage.dcp_format import Envelopes, FlatState, check_object, object_item, write_item
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
-from smp_strategy.checkpoint.storage.manifest import Manifest, Region
+from smp_strategy.checkpoint.storage.manifest import DigestingFile, Manifest, Region, to_disk
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.distributed import watched_collectives as collectives

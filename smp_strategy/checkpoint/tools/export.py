@@ -20,15 +20,16 @@ from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.layouts import strip_prefix
 from smp_strategy.checkpoint.convert.merge_adapters import merge_adapters
-from smp_strategy.checkpoint.convert.write_hugging_face import (
+from smp_strategy.checkpoint.convert.writers import (
     Progress,
     cast,
     export_hugging_face,
     export_safetensors,
     is_copied,
     plain_weights,
+    save_full,
+    save_sharded,
 )
-from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.storage.path_kind import foreign_entries, reason_to_keep
 from smp_strategy.config.sizes import show_count

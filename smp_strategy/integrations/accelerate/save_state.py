@@ -26,8 +26,8 @@ from torch import nn
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.atomic_commit import saving
-from smp_strategy.checkpoint.storage.fallback import previous
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
+from smp_strategy.checkpoint.storage.verify import previous
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine

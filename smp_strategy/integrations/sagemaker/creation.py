@@ -10,11 +10,11 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations import selection as checkpoint_notes
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.integrations.sagemaker.nn.replaced_layers import own_initialisation
+from smp_strategy.integrations.sagemaker.nn.transformer_layers import own_initialisation
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 from smp_strategy.model import annotations as stages
-from smp_strategy.tensor_parallel.plan import annotations as split_notes
 from smp_strategy.tensor_parallel.plan import registry
+from smp_strategy.tensor_parallel.plan import user_choices as split_notes
 
 __all__ = [
     "checkpoint",

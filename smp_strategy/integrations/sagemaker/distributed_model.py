@@ -24,9 +24,13 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.model_outputs import pack
-from smp_strategy.integrations.sagemaker.model_parts import LocalParts
-from smp_strategy.integrations.sagemaker.model_state import full_model_state, load_model_state, local_model_state
-from smp_strategy.integrations.sagemaker.nn.replaced_layers import name_layers
+from smp_strategy.integrations.sagemaker.model_state import (
+    LocalParts,
+    full_model_state,
+    load_model_state,
+    local_model_state,
+)
+from smp_strategy.integrations.sagemaker.nn.transformer_layers import name_layers
 from smp_strategy.integrations.sagemaker.run_state import current_run
 from smp_strategy.integrations.sagemaker.step_function import (
     StepValue,
@@ -34,8 +38,7 @@ from smp_strategy.integrations.sagemaker.step_function import (
     losses_of_microbatch,
     note_losses,
 )
-from smp_strategy.integrations.sagemaker.step_inputs import SameBatches, StepInputs
-from smp_strategy.integrations.sagemaker.step_output import over_microbatches, own_outputs
+from smp_strategy.integrations.sagemaker.step_values import SameBatches, StepInputs, over_microbatches, own_outputs
 
 __all__ = ["DistributedModel", "options_for"]
 

@@ -2,7 +2,7 @@
 
 In reading order:
 
-* ``tensor_spec.py``, ``pytree.py``, ``opened_objects.py``: tensor metadata and harmless operations, nested containers,
+* ``tensor_spec.py``, ``pytree.py``: tensor metadata and harmless operations, nested containers,
   objects with tensors inside.
 * ``prediction.py``: data types for a callee and its predicted result.
 * ``shape_inference.py``: shape propagation through fake tensors, with a cache of predictions.

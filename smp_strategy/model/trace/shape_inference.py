@@ -37,10 +37,9 @@ from smp_strategy.model.trace.fake_call import (
     tracked,
 )
 from smp_strategy.model.trace.flops import KernelTally
-from smp_strategy.model.trace.opened_objects import without_validation
 from smp_strategy.model.trace.parametrize_cache import uncached
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
-from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call, without_validation
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import collector_key, contents_of_objects, is_object, put_back
 from smp_strategy.model.trace.size_formulas import SizeFormulas, SymbolicSizes, shape_kind

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.opened_objects import is_value
 from smp_strategy.model.trace.prediction import IMMUTABLE
+from smp_strategy.model.trace.pytree import is_value
 from smp_strategy.model.trace.snapshot import contents_of, fill, is_dataclass, is_same, replaced
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 

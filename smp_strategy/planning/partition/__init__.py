@@ -2,8 +2,8 @@
 
 In reading order:
 
-* ``problem``: units with costs, stages with limits, and the objective to minimize.
-* ``from_trace``: builds the problem from the trace of a microbatch.
+* ``problem``: units with costs, stages with limits, and the objective to minimize; built from the trace of a
+  microbatch.
 * ``solver``: the best contiguous partition; runs the searches within a budget of simulations.
 * ``branch_and_bound``: best-first search over prefixes of partitions; lower bounds on step time and memory of a stage,
   which prune it; simulation of candidates, of which the best is kept.

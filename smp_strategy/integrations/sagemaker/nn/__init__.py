@@ -4,8 +4,8 @@ In reading order::
 
     attention_layers.py     DistributedLinear, DistributedEmbedding, FusedLayerNorm; DistributedAttentionLayer,
                             FlashAttentionLayer
-    transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead
-    replaced_layers.py      Hugging Face's models, in which SageMaker's library puts these layers
+    transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead;
+                            Hugging Face's models, in which SageMaker's library puts these layers
     huggingface.py          translations of state dicts, which change nothing
 
 Sizes are those of the whole layer. Parameters keep their whole names and shapes in all state dicts.

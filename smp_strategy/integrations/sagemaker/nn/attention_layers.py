@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism
+from smp_strategy.tensor_parallel.plan.user_choices import set_tensor_parallelism
 
 __all__ = [
     "DistributedAttentionLayer",
