@@ -3,8 +3,9 @@
 Reading order:
 
 * ``reduction``: when gradients are summed over stages and replicas; the entry point.
-* ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, and sums of gradient shards over the replicas of a shard
-  group, overlapped with backward; the same after backward, sums of sparse gradients, and the choice of the way by the places of the replicas.
+* ``bucketed_all_reduce``: sums in buckets, and sums of gradient shards over the replicas of a shard group, overlapped
+  with backward.
+* ``gradient_sums``: sums after backward, sums of sparse gradients, the choice of the way by the replicas' places.
 * ``ddp_comm_hook``: the hierarchical sums, as a hook of PyTorch's DistributedDataParallel.
 * ``buffer_sync``: all replicas take over the buffers of the first.
 * ``zero1``: one owner per parameter; updated values that arrive during the next forward.
