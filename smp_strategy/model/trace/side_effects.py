@@ -68,7 +68,7 @@ class Changed(NamedTuple):
     contents: dict[int, Any]
     """New contents of the changed ones, by their number among all containers."""
     added: dict[Any, Any]
-    """Additions to collectors, see :mod:`smp_strategy.model.trace.side_effects`."""
+    """Additions to collectors."""
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
