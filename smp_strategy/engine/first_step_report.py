@@ -126,7 +126,8 @@ def render_first_step(
     if partition.num_stages > 1:
         lines.append(f"Limited by the {partition.limited_by}.")
     lines += [change] if change else []
-    lines += [render_batch(num_samples, shape), "More: `smp_report=full`; less: `smp_report=quiet`."]
+    lines += [render_batch(num_samples, shape)] if shape.world_size > 1 else []
+    lines += ["More: `smp_report=full`; less: `smp_report=quiet`."]
     return "\n".join(_fitted(lines))
 
 

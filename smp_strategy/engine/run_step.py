@@ -25,7 +25,6 @@ from smp_strategy.engine.microbatch_notes import (
     told_of_microbatches,
 )
 from smp_strategy.engine.new_step_kinds import FirstStep
-from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
@@ -128,7 +127,7 @@ def training_job(
     """Job of the next training step: losses are weighted by samples.
 
     Args:
-        parts: Parts of the engine; counts the step, and reports the number of samples in the first one.
+        parts: Parts of the engine; counts the step, and reports advice before the first one.
         kind: Kind of step.
         step: User's code for one microbatch.
         microbatches: Microbatches of the batch.
@@ -139,8 +138,6 @@ def training_job(
     total = parts.num_samples = sum(sizes) or 1
     if not parts.has_counted:
         parts.has_counted = True
-        if parts.mesh.shape.world_size > 1:
-            parts.describe(render_batch(total, parts.mesh.shape))
         notes = notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums)
         for note in (*notes, *notes_on_objects(microbatches)):
             parts.report(note)
@@ -215,5 +212,5 @@ def finish(parts: EngineParts) -> None:
     # After a validation, the path of the first training step is new, and the second one is the first with a schedule.
     if not parts.has_described and (parts.recorded is not None or parts.num_steps > 1):
         parts.has_described = True
-        if parts.config.smp_report != "quiet" and parts.mesh.shape.world_size > 1:
+        if parts.config.smp_report != "quiet":
             parts.report(describe_first_step(parts))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.planning.memory.amounts import RankMemory
+from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_tables import page, predicted_amounts, text

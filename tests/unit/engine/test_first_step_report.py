@@ -46,6 +46,17 @@ def test_it_says_where_what_is_and_what_it_takes():
     assert any(line.endswith("predicted, 50% measured): 1f1b") for line in lines)
     assert "stage 1   F0 B0 F1 B1 F2 B2 F3 B3" in lines
     assert HELP in lines
+    assert "A training step sees 16 samples: 2 replicas read 8 each. Accumulated batches come on top." in lines
+
+
+def test_of_a_single_process_nothing_is_said_that_takes_several():
+    one = partition(units=partition().units[:1], stages=partition().stages[:1], cut_bytes=())
+    measured = [StageMeasurement(0, 0.4, 0.4, None)]
+    text = render_first_step(
+        MeshShape(pp=1, dp=1), one, 8, num_parameters=[10], measured=measured, plan=simulate(flow_of(0), 4, Policy())
+    )
+    assert len(text.splitlines()) == 6
+    assert not any(word in text for word in ("Schedule", "Limited", "replica", "idle"))
 
 
 def test_memory_of_an_accelerator_is_measured():
