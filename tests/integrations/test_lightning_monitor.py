@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -140,6 +141,13 @@ def test_ignored_nan_reaches_the_weights(tmp_path):
     weights, num_found = on_ranks(trained, 2, tmp_path, "ignore", "forward")[0]
     assert num_found == 0
     assert weights["blocks.0.linear.weight"].isnan().all()
+
+
+@pytest.mark.parametrize("root", [NEWER, OLDER])
+def test_the_class_is_found_by_its_name(root):
+    pytest.importorskip(root)
+    kind = make_monitor(root)
+    assert import_module(kind.__module__).SMPMonitor is kind
 
 
 def test_another_policy_is_refused():

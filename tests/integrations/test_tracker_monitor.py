@@ -1,6 +1,7 @@
 """``SMPMonitor`` in loops with Accelerate, and as a callback of Hugging Face's Trainer."""
 
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ def test_a_loop_skips_the_update_and_has_figures():
     for found, _ in figures:
         assert found["smp/samples_per_second"] * found["smp/step_seconds"] == pytest.approx(BATCH)
         assert 0 < found["smp/bubble"] < 1
+
+
+def test_the_class_is_found_by_its_name():
+    assert import_module(SMPMonitor.__module__).SMPMonitor is SMPMonitor
 
 
 def test_without_attach_the_error_says_so():

@@ -70,5 +70,5 @@ def make_tracker_monitor() -> type[TrackerMonitor]:
     bases: tuple[type, ...] = (TrackerMonitor,)
     if find_spec("transformers") is not None:
         bases += (import_module("transformers").TrainerCallback,)
-    body = {"__module__": TrackerMonitor.__module__, "__doc__": TrackerMonitor.__doc__}
+    body = {"__module__": "smp_strategy.integrations.accelerate", "__doc__": TrackerMonitor.__doc__}
     return new_class("SMPMonitor", bases, exec_body=lambda names: names.update(body))

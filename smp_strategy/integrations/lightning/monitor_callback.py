@@ -81,7 +81,8 @@ class MonitorHooks:
 def make_monitor(root: str) -> type[MonitorHooks]:
     """The class ``SMPMonitor`` for the Lightning tree ``root``."""
     tree = Tree(root)
-    body = {"tree": tree, "__module__": MonitorHooks.__module__, "__doc__": MonitorHooks.__doc__}
+    where = "smp_strategy.integrations.lightning" if root == "lightning.pytorch" else "smp_strategy.pytorch_lightning"
+    body = {"tree": tree, "__module__": where, "__doc__": MonitorHooks.__doc__}
     base = tree.pytorch("callbacks.callback").Callback
     made: type[MonitorHooks] = new_class("SMPMonitor", (MonitorHooks, base), exec_body=lambda names: names.update(body))
     return made
