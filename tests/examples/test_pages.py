@@ -1,0 +1,49 @@
+"""Code on the pages that a newcomer meets first runs as printed.
+
+Each block of Python is a program, after the class and the data of the README's script; the programs of a page share a
+folder, as its commands do. A first line ``# saved as NAME`` makes a file of a block. Sections of YAML are options.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from smp_strategy.cli import main
+from smp_strategy.config.config import SMPConfig
+from tests.examples.test_readme import CODE, ROOT, run
+from tests.interpreters import forked_interpreters
+
+PAGES = ["does-not-fit", "failures", "fewer-gpus", "ideas", "idle", "index", "moving"]
+BLOCK = re.compile(r"^```(python|yaml|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CLASS, BEGIN, _ = CODE.partition('if __name__ == "__main__":')
+DATA = "torch.manual_seed(0)\ndata = torch.utils.data.DataLoader(torch.randn(128, 32), batch_size=64)\n"
+PREFACE = f"from smp_strategy import SMPStrategy\n{CLASS}\n{DATA}\n"
+
+
+def blocks(page):
+    return BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, (language, code) in enumerate(blocks(page)):
+        if language == "yaml":
+            SMPConfig.from_options(**yaml.safe_load(code)["smp_config"])
+        elif language == "console":
+            for command in re.findall(r"^\$ smp (.*)$", code, re.MULTILINE):
+                assert main(command.split()) == 0
+                assert capsys.readouterr().out
+        elif saved := re.match(r"# saved as (\S+)\n", code):
+            Path(saved[1]).write_text(code)
+        else:
+            Path(f"program{number}.py").write_text(PREFACE + code)
+            with forked_interpreters():
+                run(tmp_path, f"program{number}.py")
+
+
+def test_the_start_page_shows_the_script_of_the_readme():
+    assert BEGIN
+    assert "\n[The script of the README](../README.md#a-script)\n" in (ROOT / "docs" / "index.md").read_text()
