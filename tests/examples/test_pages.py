@@ -15,11 +15,23 @@ from smp_strategy.config.config import SMPConfig
 from tests.examples.test_readme import CODE, ROOT, run
 from tests.interpreters import forked_interpreters
 
-PAGES = ["does-not-fit", "failures", "fewer-gpus", "ideas", "idle", "index", "moving"]
+PAGES = ["does-not-fit", "failures", "fewer-gpus", "fine-tuning", "ideas", "idle", "index", "moving"]
 BLOCK = re.compile(r"^```(python|yaml|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CLASS, BEGIN, _ = CODE.partition('if __name__ == "__main__":')
 DATA = "torch.manual_seed(0)\ndata = torch.utils.data.DataLoader(torch.randn(128, 32), batch_size=64)\n"
 PREFACE = f"from smp_strategy import SMPStrategy\n{CLASS}\n{DATA}\n"
+# The folder and the batches that the page about fine-tuning speaks of.
+PRETRAINED = """
+import os
+from transformers import GPT2Config, GPT2LMHeadModel
+
+if "LOCAL_RANK" not in os.environ:  # the first process
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=4, n_head=2)).save_pretrained(
+        "path/to/a/model"
+    )
+samples = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(64).view(4, 16)]
+data = torch.utils.data.DataLoader(samples, batch_size=4)
+"""
 
 
 def blocks(page):
@@ -39,7 +51,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
         elif saved := re.match(r"# saved as (\S+)\n", code):
             Path(saved[1]).write_text(code)
         else:
-            Path(f"program{number}.py").write_text(PREFACE + code)
+            Path(f"program{number}.py").write_text(PREFACE + PRETRAINED * (page == "fine-tuning") + code)
             with forked_interpreters():
                 run(tmp_path, f"program{number}.py")
 
