@@ -143,7 +143,7 @@ def schedules() -> str:
         parts.append(element("text", note, x=250.0, y=y + 12))
         parts.append(_placed(timetable(plan, longest), y + 20, 104.0))  # all on one scale
         y += 142
-    parts.append(_keys(y + 6, "pale: the stage's second chunk; gaps: idle", KINDS))
+    parts.append(_keys(y + 6, "faint: the second chunk; gaps: idle", KINDS))
     return picture(y + 14, *parts, label="Four schedules of four stages and eight microbatches")
 
 

@@ -43,7 +43,8 @@ def test_files_that_the_site_names_exist_and_nothing_comes_from_elsewhere(site):
     assert all((ROOT / hook).is_file() for hook in site["hooks"])
     assert site["strict"] is True
     assert site["theme"]["font"] is False
-    assert not {"extra_javascript", "extra_css", "repo_url"} & set(site)
+    assert all((ROOT / "docs" / style).is_file() for style in site["extra_css"])
+    assert not {"extra_javascript", "repo_url"} & set(site)
 
 
 def test_the_reference_has_every_public_name_once():
