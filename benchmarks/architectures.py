@@ -75,20 +75,21 @@ def main(chosen: list[str]) -> None:
     warnings.simplefilter("ignore")
     start = time.perf_counter()
     rows = [_run(a) for a in ARCHITECTURES if not chosen or {a.family, a.name} & set(chosen)]
-    families = Counter(row.architecture.family for row in rows)
+    numbers = Counter(row.architecture.family for row in rows)
     right = Counter(row.architecture.family for row in rows if row.is_right)
+    families = {family: f"{right[family]}/{number}" for family, number in numbers.items()}
     score = {
         "architectures": len(rows),
         "right": sum(right.values()),
         "bit_identical": sum(row.is_right and row.comparison.difference == 0 for row in rows if row.comparison),
-        "families": {family: f"{right[family]}/{number}" for family, number in families.items()},
+        "families": families,
         "seconds": round(time.perf_counter() - start),
     }
     if not chosen:
         summary = (
             f"{score['right']} of {score['architectures']} have the numbers of one process, "
             f"{score['bit_identical']} of them bit by bit: "
-            + ", ".join(f"{family} {share}" for family, share in score["families"].items())
+            + ", ".join(f"{family} {share}" for family, share in families.items())
             + "."
         )
         text = INTRODUCTION.format(version=transformers.__version__, stages=STAGES, score=summary)

@@ -81,7 +81,7 @@ def measure(workload: GPT, rounds: int) -> Mapping[str, float]:
     model = workload.model()
     torch.manual_seed(dist.get_rank())
     batch = workload.batch(1)
-    sides = {
+    sides: dict[str, Wrapped | Ours] = {
         "ddp": Wrapped(workload, copy.deepcopy(model), batch, has_hook=False),
         "hierarchical": Ours(workload, copy.deepcopy(model), batch),
         "hook": Wrapped(workload, copy.deepcopy(model), batch, has_hook=True),

@@ -59,11 +59,11 @@ def _in_microbatches(watch: TorchDispatchMode) -> Iterator[None]:
 
         begin(thread, run)
 
-    ProgramThread.begin = watched  # type: ignore[method-assign]
+    ProgramThread.begin = watched
     try:
         yield
     finally:
-        ProgramThread.begin = begin  # type: ignore[method-assign]
+        ProgramThread.begin = begin
 
 
 class _Watch(TorchDispatchMode):

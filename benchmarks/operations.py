@@ -85,12 +85,12 @@ class Counts(TorchDispatchMode):
             with self:
                 run(thread)
 
-        threading.Thread.run = watched  # type: ignore[method-assign]
+        threading.Thread.run = watched
         try:
             with self:
                 yield
         finally:
-            threading.Thread.run = run  # type: ignore[method-assign]
+            threading.Thread.run = run
 
     def of(self, step: Callable[[], object]) -> "Counts":
         """Count ``step``."""

@@ -19,8 +19,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_strategy.engine.layout_planning import LayoutPlanner
-from smp_strategy.planning.layouts.cluster import Cluster
-from smp_strategy.planning.layouts.job_layout import JobLayout
+from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
 
 # Cluster, tokens of a sample, layout, published samples per second.
 PUBLISHED = [

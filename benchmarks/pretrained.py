@@ -208,17 +208,17 @@ def noting_loads(module: Tuned) -> Iterator[list[Loaded]]:
         held = share + (0 if spread is None else spread.held_bytes)
         found.append(Loaded(end, cpu_end, end - begin, cpu_end - cpu_begin, held))
 
-    LocalModel.__init__ = noted  # type: ignore[method-assign]
+    LocalModel.__init__ = noted
     try:
         yield found
     finally:
-        LocalModel.__init__ = construct  # type: ignore[method-assign]
+        LocalModel.__init__ = construct
 
 
 def largest_unit(strategy: Any) -> int:
     """Bytes of the largest unit."""
     engine: Engine = strategy.engine
-    return max(sum(each.nbytes for each in unit.module.parameters()) for unit in engine._units)
+    return max(sum(each.nbytes for each in unit.module.parameters()) for unit in engine.layout.units)
 
 
 def save_whole(trainer: L.Trainer, folder: Path) -> None:

@@ -103,7 +103,7 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
 @contextmanager
 def _counting(reads: list[str]) -> Iterator[None]:
     """Note in ``reads`` which tensors of files are read, also later."""
-    original = pretrained.defer
+    original = pretrained.defer  # type: ignore[attr-defined]  # what it imports
 
     def defer(
         like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None

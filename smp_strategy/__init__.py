@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from smp_strategy.integrations import autoload
 
 if TYPE_CHECKING:
-    from smp_strategy.activations.annotations import set_activation_checkpointing as set_activation_checkpointing
-    from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential as checkpoint_sequential
+    from smp_strategy.activations.selection import set_activation_checkpointing as set_activation_checkpointing
+    from smp_strategy.activations.submodules import checkpoint_sequential as checkpoint_sequential
     from smp_strategy.config.config import SMPConfig as SMPConfig
     from smp_strategy.data_parallel.ddp_comm_hook import HierarchicalAllReduceState as HierarchicalAllReduceState
     from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook as hierarchical_allreduce_hook
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from smp_strategy.model.annotations import set_partition as set_partition
     from smp_strategy.model.trace.device_model import Machine as Machine
     from smp_strategy.model.units import unit as unit
-    from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism as set_tensor_parallelism
-    from smp_strategy.tensor_parallel.plan.annotations import tensor_parallelism as tensor_parallelism
     from smp_strategy.tensor_parallel.plan.registry import tp_register as tp_register
     from smp_strategy.tensor_parallel.plan.registry import tp_register_with_module as tp_register_with_module
+    from smp_strategy.tensor_parallel.plan.user_choices import set_tensor_parallelism as set_tensor_parallelism
+    from smp_strategy.tensor_parallel.plan.user_choices import tensor_parallelism as tensor_parallelism
 
 __all__ = [
     "CheckpointError",
@@ -79,16 +79,16 @@ _HOME = {
     "SMPError": "smp_strategy.errors",
     "SMPPlugin": "smp_strategy.integrations.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
-    "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
+    "checkpoint_sequential": "smp_strategy.activations.submodules",
     "hierarchical_allreduce_hook": "smp_strategy.data_parallel.ddp_comm_hook",
     "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
     "resume_from_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
     "save_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
-    "set_activation_checkpointing": "smp_strategy.activations.annotations",
+    "set_activation_checkpointing": "smp_strategy.activations.selection",
     "set_partition": "smp_strategy.model.annotations",
-    "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
-    "tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
+    "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",
+    "tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",
     "tp_register": "smp_strategy.tensor_parallel.plan.registry",
     "tp_register_with_module": "smp_strategy.tensor_parallel.plan.registry",
     "unit": "smp_strategy.model.units",

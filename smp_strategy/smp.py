@@ -10,9 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential
+from smp_strategy.activations.submodules import checkpoint_sequential
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
-from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint, save_checkpoint
+from smp_strategy.integrations.sagemaker.checkpoint_calls import load, resume_from_checkpoint, save, save_checkpoint
 from smp_strategy.integrations.sagemaker.creation import (
     checkpoint,
     delay_param_initialization,
@@ -65,9 +65,8 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     tp_size,
 )
 from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
-from smp_strategy.integrations.sagemaker.save_and_load import load, save
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
-from smp_strategy.integrations.sagemaker.step_output import StepOutput
+from smp_strategy.integrations.sagemaker.step_values import StepOutput
 from smp_strategy.tensor_parallel.plan.registry import tp_register
 
 __all__ = [

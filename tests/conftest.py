@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.grids import DAYS, runs_today, today
+from tests.grids import DAYS, day_of_commit, runs_today
 from tests.warm import warm_up
 
 torch.set_num_threads(1)
@@ -34,14 +34,14 @@ FORKING = ("examples", "integrations", "ranks", "parity")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sparse", action="store_true", help="of grids, run the cases of a day, see tests/grids.py")
-    parser.addoption("--day", type=int, help="run the cases of this day, not of today")
+    parser.addoption("--day", type=int, help="run the cases of this day, not of the last commit's")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "dear: costs several seconds; takes turns with others, see tests/grids.py")
     config.addinivalue_line("markers", "one_in(n): one of n cases runs in a day, see tests/grids.py")
     if config.option.day is None:  # workers get the options of the process that starts them
-        config.option.day = today()
+        config.option.day = day_of_commit()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -31,7 +31,7 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  (what is imported here need not be in forks)
 import torch
 
-from smp_strategy.config import start_folder
+from smp_strategy.config import special_paths
 
 __all__ = ["forked_interpreters"]
 
@@ -158,7 +158,7 @@ def _forget_logging() -> None:
 
 def _forget_frameworks() -> None:
     """What modules keep since they were imported, or since the launcher used them."""
-    start_folder.STARTED_IN = os.getcwd()  # type: ignore[misc]
+    special_paths.STARTED_IN = os.getcwd()  # type: ignore[misc]
     torch.manual_seed(torch.Generator().initial_seed())
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     if (module := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.grids import today
+from tests.grids import day_of_commit
 
 __all__ = ["MUTATIONS", "Mutation", "mutated"]
 
@@ -155,7 +155,7 @@ def main() -> None:
     """Print the table, in Markdown; the exit status is the number of faults that no test has found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="faults, by their names; default: all")
-    parser.add_argument("--day", type=int, default=today(), help="run the cases of this day")
+    parser.add_argument("--day", type=int, default=day_of_commit(), help="run the cases of this day")
     arguments = parser.parse_args()
     print("| fault | found by | minutes |\n|---|---|---|", flush=True)
     missed = 0

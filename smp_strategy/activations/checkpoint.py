@@ -8,25 +8,152 @@ backward inside another one finds what it would have found without checkpointing
 
 A slot keeps its tensor until autograd drops the slot, which it does right after use. With a retained graph, slots are
 emptied when the backward is over, and the next backward recomputes the call.
+
+Saved inputs of a checkpointed call.
+
+Autograd itself saves the input tensors, in a node that belongs to no graph: hooks on saved tensors see them (and may
+offload them), an in-place change is detected, and they are freed with the graph that leads to them. A tensor returned
+by an earlier call of the checkpoint group is not saved, because that call is recomputed too.
+
+Each run gets tensors without history. They require gradients where those of the call did, and are not leaves, so the
+run may change them in place as the call may have. Arguments that were one tensor are one tensor again.
+
+Checkpoint groups: consecutive calls that are recomputed together. See [Note: recomputation slots].
+
+A call need not keep an input that the call before it has returned: in backward the earlier call is recomputed first,
+and the tensors that both would have kept are available at once. So a group of N calls keeps only the inputs of its
+first call, and has the activations of all N in memory during their backward.
+
+Two calls belong together if their units are in the same list of modules, they belong to the same microbatch, and a
+tensor that the later one gets is, as an object and unchanged, one that the earlier one has returned. A value from
+another stage, or from code above the units, is another object: a group never crosses stages, and ends where anything
+happens between its units.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.selective import Products
 from smp_strategy.distributed.torch_private import after_backward, is_in_backward
 from smp_strategy.errors import UnsupportedError, changed_in_place
-from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
+from smp_strategy.model.trace.saved_tensors import without_transforms
 
-__all__ = ["Recomputed"]
+__all__ = ["Recomputed", "CheckpointInputs", "CheckpointGroups"]
+
+
+class _Keep(torch.autograd.Function):
+    """Makes a node that saves tensors."""
+
+    # Not what `watched_entrances` puts into its place: no placed tensor comes here.
+    apply = vars(torch.autograd.Function)["apply"]
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("this node stands in no graph")
+
+
+class _Begin(torch.autograd.Function):
+    """Makes a tensor that requires a gradient and is neither a leaf nor a view."""
+
+    apply = vars(torch.autograd.Function)["apply"]
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None
+
+
+@final
+class KeptTensors:
+    """Detached tensors saved by autograd."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # The output of the node, not only the node: torch 2.11 frees the saved tensors of a node once all its outputs
+        # are gone.
+        self._made: Tensor | None = None
+        if tensors:
+            with torch.enable_grad():
+                self._made = _Keep.apply(_anchor(), [tensor.detach() for tensor in tensors])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors; raises a RuntimeError if one of them was changed in place."""
+        if self._made is None:
+            return ()
+        node: Any = self._made.grad_fn
+        return node.saved_tensors
+
+
+@final
+class CheckpointInputs:
+    """Flattened arguments of one call.
+
+    Args:
+        leaves: The arguments.
+        changed: Positions of arguments that the call changes in place: copies are saved.
+        made: Positions of arguments that an earlier call has returned, with their positions among its results.
+    """
+
+    def __init__(self, leaves: Sequence[Any], changed: Collection[int], made: Mapping[int, int]) -> None:
+        self._made = made
+        self._needs_gradient = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        # Code such as attention asks whether two arguments are the same object, so identity is restored.
+        first: dict[int, int] = {}
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                first.setdefault(id(leaf), at)
+        self._repeated = {at: first[id(leaf)] for at, leaf in enumerate(leaves) if first.get(id(leaf), at) != at}
+        self._copied = {self._repeated.get(at, at) for at in changed} - made.keys()
+        positions = [at for at in first.values() if at not in made]
+        self._positions = positions
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._kept = KeptTensors(
+            [leaves[at].detach().clone() if at in self._copied else leaves[at] for at in positions]
+        )
+
+    def again(self, results: Sequence[Any]) -> list[Any]:
+        """The arguments for another run.
+
+        Args:
+            results: Recomputed results of the earlier call.
+        """
+        leaves: list[Any] = list(self._leaves)
+        for position, tensor in zip(self._positions, self._kept.tensors(), strict=True):
+            leaves[position] = tensor.clone() if position in self._copied else tensor
+        for position, number in self._made.items():
+            leaves[position] = results[number]
+        for position, needs_gradient in enumerate(self._needs_gradient):
+            if position in self._repeated:
+                leaves[position] = leaves[self._repeated[position]]
+            elif needs_gradient:
+                leaves[position] = _begin(leaves[position])
+            elif isinstance(leaves[position], Tensor):
+                leaves[position] = leaves[position].detach()
+        return leaves
+
+
+def _begin(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return _Begin.apply(_anchor(), tensor.detach)
+
+
+def _anchor() -> Tensor:
+    """Input that makes autograd create a node; on the CPU, where that starts no kernel."""
+    return torch.zeros((), requires_grad=True, device="cpu")
 
 
 # [Note: recomputation slots]
@@ -229,3 +356,58 @@ def _is_different(name: str, what: str) -> UnsupportedError:
         "arguments, its attributes and random numbers, and on nothing else that changes. Leave it out of "
         "`activation_checkpointing`."
     )
+
+
+class Joined(NamedTuple):
+    """Membership of a call in a checkpoint group."""
+
+    earlier: Recomputed | None
+    made: dict[int, int]
+    """Positions of arguments that the earlier call has returned, with their positions among its results."""
+    size: int
+    """Number of calls in the group, including this one."""
+
+
+class _Latest(NamedTuple):
+    call: weakref.ref[Recomputed]
+    results: list[tuple[int, weakref.ref[Tensor], int]]
+    """Positions, tensors, versions."""
+    size: int
+
+
+@final
+class CheckpointGroups:
+    """Checkpoint groups of a stage. Holds no call and no tensor alive."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[str, object], _Latest] = {}
+
+    def join(self, unit: str, token: object, leaves: Sequence[Any], most: int | None) -> Joined:
+        """The call that a new call follows, if any.
+
+        Args:
+            unit: Name of the called unit.
+            token: Equal for calls of one microbatch.
+            leaves: Flattened arguments.
+            most: Maximum number of calls in a group; ``None``: no limit.
+        """
+        latest = self._latest.get((_list_of(unit), token))
+        earlier = None if latest is None else latest.call()
+        if latest is None or earlier is None or (most is not None and latest.size >= most):
+            return Joined(None, {}, 1)
+        made = {}
+        for number, reference, version in latest.results:
+            tensor = reference()
+            if tensor is not None and tensor._version == version:
+                made.update({at: number for at, leaf in enumerate(leaves) if leaf is tensor})
+        return Joined(earlier, made, latest.size + 1) if made else Joined(None, {}, 1)
+
+    def note(self, unit: str, token: object, call: Recomputed, results: Sequence[Any], size: int) -> None:
+        """Record that ``call`` has returned ``results``."""
+        tensors = [(at, leaf) for at, leaf in enumerate(results) if isinstance(leaf, Tensor)]
+        references = [(at, weakref.ref(leaf), leaf._version) for at, leaf in tensors]
+        self._latest[_list_of(unit), token] = _Latest(weakref.ref(call), references, size)
+
+
+def _list_of(unit: str) -> str:
+    return unit.rpartition(".")[0]

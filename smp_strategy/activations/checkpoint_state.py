@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.context_containers import additions
-from smp_strategy.model.trace.side_effects import contents_of_objects
+from smp_strategy.model.trace.side_effects import additions, contents_of_objects
 from smp_strategy.model.trace.snapshot import Snapshot, containers_in, contents_of, replaced
 
 __all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now"]

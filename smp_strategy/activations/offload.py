@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.activations.offload_tensors import OffloadedTensor, OffloadedTensors, Saved, storages_of
+from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
 from smp_strategy.distributed.pinned_pool import PinnedPool
 from smp_strategy.distributed.torch_private import outer_saved_tensor_hooks
-from smp_strategy.model.trace.func_transforms import without_transforms
+from smp_strategy.model.trace.saved_tensors import without_transforms
 from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Offload", "ReadBack"]

@@ -3,13 +3,16 @@
 Activations are most of what a stage holds during a step. A policy is a plain value: chosen from the user's options
 (:mod:`smp_strategy.activations.selection`), priced by the predictions of memory and time, and carried out by
 :mod:`smp_strategy.activations.unit_wrapper`. All policies give the same numbers.
+
+Statistics of activation offload in one step.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["KEEP", "Recompute", "ActivationPolicy", "ActivationPolicies"]
+__all__ = ["KEEP", "Recompute", "ActivationPolicy", "ActivationPolicies", "OffloadStats"]
+
 
 Recompute = Literal["no", "all", "cheap"]
 
@@ -40,3 +43,18 @@ KEEP = ActivationPolicy()
 
 ActivationPolicies = Mapping[str, ActivationPolicy]
 """Policies by unit name; units that are not named keep everything."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OffloadStats:
+    """Traffic between the device and the host in one step."""
+
+    bytes_out: int = 0
+    bytes_in: int = 0
+    most_on_host: int = 0
+    """Peak of bytes held on the host."""
+    num_late: int = 0
+    """Number of reads before the tensor was expected; computation waited for the copy."""
+    num_held_up: int = 0
+    """Number of times that computation had to wait for an unfinished copy to the host to get memory back."""

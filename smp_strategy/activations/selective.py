@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from smp_strategy.distributed.torch_private import without_version_key
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.dispatch import draws
+from smp_strategy.model.trace.fake_call import draws
 from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Products", "is_product"]

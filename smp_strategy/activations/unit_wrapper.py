@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from smp_strategy.activations.checkpoint import Recomputed
-from smp_strategy.activations.checkpoint_groups import CheckpointGroups
-from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
+from smp_strategy.activations.checkpoint import CheckpointGroups, CheckpointInputs, Recomputed
 from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.policy import KEEP, ActivationPolicies, ActivationPolicy

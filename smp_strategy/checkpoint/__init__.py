@@ -3,15 +3,13 @@
 In reading order:
 
 ==================== ==================================================================================================
-local_shards         Rectangles of each parameter, moment and gradient that this rank holds.
 state_dict           Sharded state dicts of module, optimizers and gradients: names, whole shapes, local rectangles.
 storage              The files: sharded folders and full files, with digests, replaced atomically.
 load                 Each rank loads its shards from a source: a folder, or a state in memory.
-sources              Sources in memory: full state dicts, and loaded ones that hooks have edited.
+sources              Sources in memory: full state dicts, loaded ones that hooks have edited; lazy tensors.
 full_state_dict      Gathers the full state on global rank 0, for one ordinary file; takes shares of full state.
 stand_in             Tensors without values that remember how these are made: a state dict for code that edits it.
-file_plan            Which rank writes which file of whole tensors, and in what order they are gathered.
-spread_state         Writes files of whole tensors from the ranks' shards, one tensor at a time.
+spread_state         Plans and writes files of whole tensors from the ranks' shards, one tensor at a time.
 torch_file           Writes one file of ``torch.save`` from the ranks' shards, one tensor at a time.
 restore_module       Gives every rank the whole module back at the end of a run.
 convert              Other formats: read and write them (SageMaker, safetensors, Hugging Face, DCP, torch.save).

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.load import by_parameter, decoded
-from smp_strategy.checkpoint.local_shards import LocalShards
 from smp_strategy.checkpoint.sources import WholeState, flattened
-from smp_strategy.checkpoint.state_dict import encoded, gradient_state, module_state, optimizer_state
+from smp_strategy.checkpoint.state_dict import LocalShards, encoded, gradient_state, module_state, optimizer_state
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.data_parallel.optimizer_state import cut_state, kept_per_element
 from smp_strategy.data_parallel.sharded_module import ShardedModule
@@ -30,7 +29,7 @@ from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.model.shard_layout import Rectangle
-from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
+from smp_strategy.tensor_parallel.split_module import ParameterParts
 
 __all__ = [
     "EntryOffer",

@@ -1,7 +1,7 @@
 """Loading model, optimizers and gradients: each rank reads its shards of the full tensors of a source.
 
-A :class:`~smp_strategy.checkpoint.storage.source.Source` is a folder, of which a rank reads the needed bytes only, or a
-dict in memory. Values go straight to their place; no full tensor is made on the way.
+A :class:`~smp_strategy.checkpoint.storage.held_tensor.Source` is a folder, of which a rank reads the needed bytes
+only, or a dict in memory. Values go straight to their place; no full tensor is made on the way.
 """
 
 import math
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.local_shards import LocalShards
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.source import Source, TensorInfo
+from smp_strategy.checkpoint.state_dict import LocalShards
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source, TensorInfo
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
 from smp_strategy.errors import CheckpointError
 from smp_strategy.model.guarded_tensors import in_plain_sight

@@ -18,8 +18,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.model.home_stages import bring_back, home_of
-from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.ownership import Ownership, bring_back, home_of
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
 

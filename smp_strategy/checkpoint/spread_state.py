@@ -2,36 +2,129 @@
 
 A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
 (:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
-are dealt out to ranks (:mod:`smp_strategy.checkpoint.file_plan`). A writer gathers one tensor at a time, or those
+are dealt out to ranks. A writer gathers one tensor at a time, or those
 that a conversion needs together, and writes it to its place in the file. What it has itself is written from where it
 is.
 
 [Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
 it. All ranks compare notes after each round of about a GiB, and stop then.
+
+Plan of a save to files of whole tensors: which rank writes a file, and in what order tensors are gathered.
+
+A file has one writer, a rank that has as much of it as any other. A file is written in *portions*: the tensors that are
+made of the same entries of the state dict, since these are gathered once for all of them. Portions of different
+writers take turns, so that all writers are at work, and all ranks know the order, so that sends and receives match.
 """
 
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.checkpoint.file_plan import PlannedFile, Portion, assign_writers, in_rounds, portions_in_turn
 from smp_strategy.checkpoint.full_state_dict import EntryOffer, merged, offer_of
-from smp_strategy.checkpoint.stand_in import DeferredOperation, EntryRecipe, StandIn, entries_of, value_of
+from smp_strategy.checkpoint.stand_in import DeferredOperation, EntryRecipe, Recipe, StandIn, entries_of, value_of
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.model.shard_layout import Rectangle
 
-__all__ = ["SpreadState"]
+__all__ = ["SpreadState", "PlannedFile", "PlannedTensor", "assign_writers", "in_rounds", "portions_in_turn"]
+
+
+T = TypeVar("T")
+
+
+class PlannedTensor(NamedTuple):
+    """Tensor of a file."""
+
+    info: LocalTensorInfo
+    recipe: Recipe
+
+
+class PlannedFile(NamedTuple):
+    """Safetensors file that is to be written."""
+
+    name: str
+    """Path within the folder."""
+    tensors: Mapping[str, PlannedTensor]
+    metadata: Mapping[str, str] | None
+
+
+class Portion(NamedTuple):
+    """Tensors of one file that are made of the same entries."""
+
+    file: int
+    names: tuple[str, ...]
+    entries: tuple[str, ...]
+    """Entries of the state dict to gather on the writer, in order."""
+
+
+def assign_writers(held: Sequence[Sequence[int]], writers: Sequence[int]) -> list[int]:
+    """Writer of each file: one that has as many bytes of it as any, so that the bytes of all files are balanced.
+
+    Args:
+        held: For each file, the bytes that each rank has of it.
+        writers: Ranks that can write.
+    """
+    most = [max(amounts[rank] for rank in writers) for amounts in held]
+    choices = [[rank for rank in writers if amounts[rank] == best] for amounts, best in zip(held, most, strict=True)]
+    num_ranks = max(writers) + 1
+    return balanced_among([sum(amounts) for amounts in held], choices, num_ranks)
+
+
+def _portions(number: int, file: PlannedFile) -> list[Portion]:
+    """Portions of a file, in the order of their first tensors."""
+    members: dict[frozenset[str], list[str]] = {}
+    for name, tensor in file.tensors.items():
+        members.setdefault(entries_of(tensor.recipe), []).append(name)
+    return [Portion(number, tuple(names), tuple(sorted(entries))) for entries, names in members.items()]
+
+
+def portions_in_turn(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[Portion]:
+    """All portions: each writer's in the order of its files, and those of different writers in turn.
+
+    Args:
+        files: All files.
+        writers: Writer of each.
+    """
+    queues: dict[int, list[Portion]] = {}
+    for number, (file, writer) in enumerate(zip(files, writers, strict=True)):
+        queues.setdefault(writer, []).extend(_portions(number, file))
+    waiting = list(map(iter, queues.values()))
+    found: list[Portion] = []
+    while waiting:
+        turn = [(queue, next(queue, None)) for queue in waiting]
+        found += [portion for _, portion in turn if portion is not None]
+        waiting = [queue for queue, portion in turn if portion is not None]
+    return found
+
+
+def in_rounds(parts: Sequence[T], sizes: Sequence[int], most: int = 1 << 30) -> Iterator[Sequence[T]]:
+    """Cut ``parts`` into rounds of ``most`` bytes, and of one part at least.
+
+    Args:
+        parts: All portions or tensors, in order.
+        sizes: Bytes of each.
+        most: Bytes of a round.
+    """
+    begin, total = 0, 0
+    for number, size in enumerate(sizes):
+        if number > begin and total + size > most:
+            yield parts[begin:number]
+            begin, total = number, 0
+        total += size
+    if begin < len(parts):
+        yield parts[begin:]
+
 
 _PART: Final = "a part of a tensor that another rank writes"
 

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from smp_strategy.checkpoint.file_plan import in_rounds
-from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.checkpoint.spread_state import SpreadState, in_rounds
 from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, values_at
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.rendezvous import alike

@@ -5,7 +5,7 @@ In reading order:
 * ``config``: :class:`~smp_strategy.config.config.SMPConfig`, all options in one frozen dataclass;
   contradictions.
 * ``variables``: options from environment variables, aliases, variables of other programs.
-* ``sagemaker_options``, ``sagemaker_keys``: a configuration of SageMaker's library as options; its keys and values.
+* ``sagemaker_options``: a configuration of SageMaker's library as options; its keys and values.
 * ``options``: options by concern: pipeline, partition, tracing, units, sharding, tensor parallelism.
 * ``activation_options``: activation checkpointing and offload.
 * ``precision_options``: compute and reduction dtypes, loss scaling.
@@ -15,8 +15,7 @@ In reading order:
 * ``parsing``: type checks of values, and values from text.
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
-* ``start_folder``: working directory in which the script was started.
-* ``special_file``: devices and FIFOs, which no save replaces.
+* ``special_paths``: working directory in which the script was started; devices and FIFOs, which no save replaces.
 
 Nothing here imports torch, because Hydra reads the options while it composes a configuration.
 """

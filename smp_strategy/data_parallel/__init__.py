@@ -3,20 +3,19 @@
 Reading order:
 
 * ``reduction``: when gradients are summed over stages and replicas; the entry point.
-* ``bucketed_all_reduce``, ``gradient_sums``: sums in buckets, overlapped with backward; the same after backward.
-* ``replica_sums``: choice of the way to sum, by the places of the replicas.
-* ``sparse_sums``: sums of sparse gradients.
+* ``bucketed_all_reduce``: sums in buckets, and sums of gradient shards over the replicas of a shard group, overlapped
+  with backward.
+* ``gradient_sums``: sums after backward, sums of sparse gradients, the choice of the way by the replicas' places.
 * ``ddp_comm_hook``: the hierarchical sums, as a hook of PyTorch's DistributedDataParallel.
 * ``buffer_sync``: all replicas take over the buffers of the first.
-* ``zero1``, ``parameter_broadcast``: one owner per parameter; updated values that arrive during the next forward.
-* ``flat_layout``, ``flat_layout_views``: elements of each parameter on each rank (pure); views and runs of them.
-* ``resting``, ``sharded_gradient``: class of a parameter without values; gradient of which a rank has a piece.
+* ``zero1``: one owner per parameter; updated values that arrive during the next forward.
+* ``flat_layout``: elements of each parameter on each rank (pure).
+* ``parameter_pieces``: class of a parameter without values; gradient of which a rank has a piece; views of runs.
 * ``flat_buffer``, ``flat_unit``: life of a buffer's values and gradients; the buffers of a unit.
-* ``backward_tracking``, ``saved_weights``: calls that a backward needs; weights that autograd has saved.
+* ``backward_tracking``: calls that a backward needs; weights that autograd has saved.
 * ``collective_order``, ``gather_schedule``: one order of collectives for all ranks; when units are gathered and freed.
-* ``replica_all_reduce``: gradient shards summed over the replicas of a shard group.
 * ``sharded_module``: all units of a stage, as the engine uses them.
-* ``grad_norm``, ``unscale``: global norm; loss scale and overflow.
+* ``grad_norm``: global norm; loss scale and overflow.
 * ``optimizer_probe``, ``optimizer_checks``, ``optimizer_dependence``: twins; do pieces or subsets suffice.
-* ``optimizer_state``, ``full_optimizer_state``, ``step_hooks``: state of pieces, full state in hooks, hooks of steps.
+* ``optimizer_state``: state of pieces, full state in hooks, hooks of steps.
 """

@@ -3,7 +3,7 @@
 A backward *arrives* at a call when the gradient of one of its results exists. Then the node that made the result is
 about to run, and a prehook of the node tells (results are not wrapped, so they can be changed in place and be
 arguments). Results that are invisible, in an attribute or an object, do not tell; their saved weights do when they are
-read (:mod:`smp_strategy.data_parallel.saved_weights`).
+read (:func:`weights_guarded`).
 
 It is *through* with a call when it arrives at an earlier one. Autograd runs, of the nodes that are ready, the one with
 the highest number, and a node is made after those that it passes gradients to. Suppose that a node of a later call is
@@ -13,20 +13,38 @@ stands for one thread's work. When a backward ends, it is through with the calls
 
 Each ``backward()`` is tracked by itself: the second one through the same graph, one that ends early (a segment of a
 pipeline), one within another (reentrant checkpoints). Calls that it has not arrived at may be wanted by the next one.
+
+Saved-tensor hooks for weights of sharded units: backward gathers the weights before it reads them.
+
+Autograd saves views of weights, and their memory comes and goes. The code that frees it must know when backward will
+read it, and can be mistaken: a unit may leave a result in an attribute, or in an object that cannot be inspected. Freed
+memory must never be read. So tensors that a unit saves pass through here: those in the memory of its weights are handed
+to autograd in a form that asks for the weights when it is opened.
+
+This replaces autograd's own check that a saved tensor was not changed in place, which is done only for tensors that
+were saved without hooks. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come before
+these; hooks outside of it get all tensors except the weights, as they would without these.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.distributed.torch_private import after_backward, current_backward, is_in_backward
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.distributed.torch_private import (
+    after_backward,
+    current_backward,
+    is_in_backward,
+    outer_saved_tensor_hooks,
+)
+from smp_strategy.errors import UnsupportedError, changed_in_place
+from smp_strategy.model.compiled_code import leave_uncompiled
 
-__all__ = ["BackwardTracker", "TrackedCall"]
+__all__ = ["BackwardTracker", "TrackedCall", "is_in", "weights_guarded"]
 
 
 _Node = Any
@@ -178,3 +196,55 @@ class BackwardTracker:
         for call in calls:
             self._leave(call)
         self._tell_done(calls)
+
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Saved = tuple[Any, int, Literal["weight", "own", "outer"]]
+
+
+def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> saved_tensors_hooks:
+    """Context in which saved tensors in ``memory`` are read only after a call of ``needed``.
+
+    Args:
+        memory: Address ranges of the weights.
+        needed: Makes sure that the weights are there; called before each read.
+    """
+    outer: _Hooks | None = outer_saved_tensor_hooks()
+
+    def save(tensor: Tensor) -> _Saved:
+        if is_in(memory, tensor):
+            return tensor, tensor._version, "weight"
+        if outer is not None:
+            return outer[0](tensor), 0, "outer"
+        # A result must not hold the node that holds it.
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, "own"
+
+    def read(saved: _Saved) -> Tensor:
+        content, version, kind = saved
+        if kind == "outer":
+            assert outer is not None
+            return outer[1](content)
+        if kind == "weight":
+            needed()
+        if content._version != version:
+            raise changed_in_place(content.shape, content._version, version)
+        return content
+
+    leave_uncompiled(save, read)
+    return saved_tensors_hooks(save, read)
+
+
+def is_in(memory: Sequence[range], tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands in ``memory``."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not nn.Parameter:
+        return False
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # sparse, or of another kind without plain memory
+        return False
+    # Called for each tensor that is saved, and `any` takes longer.
+    for addresses in memory:  # noqa: SIM110
+        if address in addresses:
+            return True
+    return False

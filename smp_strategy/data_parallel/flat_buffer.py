@@ -6,7 +6,8 @@ afterwards it is freed. The buffer object stays, and so do the views of it that 
 
 The parameters stay the same objects. Their ``data`` are exchanged, which leaves their version counters alone, so that
 autograd finds its saved tensors unchanged (and notices when somebody else has changed them). They are gathered,
-resting, shown as pieces or shown whole; see [Note: resting parameters] in :mod:`smp_strategy.data_parallel.resting`.
+resting, shown as pieces or shown whole; see [Note: resting parameters] in
+:mod:`smp_strategy.data_parallel.parameter_pieces`.
 
 Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado. But
 then its shape would change whenever somebody looks (weight decay by ``ndim``, summaries), and a computation with a
@@ -16,7 +17,7 @@ During a pass gradients are moved into a buffer of the same layout, in which mis
 reduce-scattered over the group to this rank's gradient shard, to which later microbatches are added. If other ranks
 have the same shard and share its updates (its *owners*), this rank's gradients and pieces are those of a part of the
 shard, its *own*. The parts that the others update arrive in the background; the next gather waits for them. Between
-passes the ``grad`` of a resting parameter is a :class:`~smp_strategy.data_parallel.sharded_gradient.ShardedGradient`
+passes the ``grad`` of a resting parameter is a :class:`~smp_strategy.data_parallel.parameter_pieces.ShardedGradient`
 with its piece.
 
 If units compute in half precision, the buffer and the gathered parameters have that dtype. The shard is cast on its way
@@ -34,9 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import FlatLayout, Slot
-from smp_strategy.data_parallel.flat_layout_views import common_base, elements, view
-from smp_strategy.data_parallel.resting import RestingGuard
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
+from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient, common_base, elements, view
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import UnsupportedError

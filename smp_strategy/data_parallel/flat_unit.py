@@ -18,7 +18,7 @@ and drop gradients that no rank has used, as in a single process.
 To the optimizer every parameter is, for a moment, this rank's piece of it: the same object in the same groups,
 one-dimensional, possibly empty, with a gradient alike. So any elementwise optimizer works unchanged, fused and foreach
 kernels included, and keeps its state for the piece alone. See [Note: resting parameters] in
-:mod:`smp_strategy.data_parallel.resting` for the states of a parameter.
+:mod:`smp_strategy.data_parallel.parameter_pieces` for the states of a parameter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
-from smp_strategy.data_parallel.resting import RestingGuard
+from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.model.guarded_tensors import in_plain_sight

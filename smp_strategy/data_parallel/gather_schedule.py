@@ -15,17 +15,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.data_parallel.backward_tracking import BackwardTracker, TrackedCall
+from smp_strategy.data_parallel.backward_tracking import BackwardTracker, TrackedCall, is_in, weights_guarded
+from smp_strategy.data_parallel.bucketed_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.collective_order import CollectiveOrder, Operation
 from smp_strategy.data_parallel.flat_unit import FlatUnit
-from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
-from smp_strategy.data_parallel.saved_weights import is_in, weights_guarded
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import wait_for
 from smp_strategy.distributed.torch_private import is_in_backward, sequence_number
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten_result
+from smp_strategy.model.trace.saved_tensors import without_transforms
 
 __all__ = ["GatherPolicy", "GatherSchedule"]
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.optimizer_probe import step_by_values, take_step, twin_with
-from smp_strategy.model.home_stages import HomeStages, HookAccess, send_away
+from smp_strategy.model.ownership import HomeStages, HookAccess, send_away
 
 __all__ = ["Updater", "can_be_dealt_out", "dependence", "problems_of_dependence"]
 

@@ -10,20 +10,62 @@ ranks and are copied, with everything that is no tensor. Other tensors (the rows
 
 Shapes tell which is which, unless there is one element only. Then names decide, for which a twin of the optimizer is
 probed: for a stand-in of seven elements a moment has seven.
+
+Full optimizer state for the user's hooks, although each rank holds a part of it.
+
+``optimizer.state[p]`` goes with ``p``: a hook that sees ``p`` whole, and the parameters of all stages, also finds whole
+moments, on every rank. While hooks run, optimizers have a class that notices access to their state; only then it is
+gathered, and after the hook each rank keeps its share of the possibly changed state. All ranks run the same code on the
+same values, so nothing is sent back. Scripts can look at the state outside of hooks as well, until the library needs
+the shares.
+
+An optimizer's own ``state_dict()`` contains the state that this rank updates: a part, which must not pass for the whole
+in a file. Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it
+``torch.save``.
+
+Step hooks, closures and modes of optimizers, for ranks whose optimizer sees only some of the parameters.
+
+Hooks that users have registered on an optimizer's step find, in a single process, all weights and gradients as they are
+before and after the step. So they are taken out of the step: hooks before it run before a rank hides the parameters
+that others update, and hooks after it when the new values are known everywhere, with everything in sight like any other
+hook.
+
+Closures, which evaluate the loss, may be called once per step.
+
+Schedule-free optimizers train one point, have an average evaluated, and exchange them in ``train`` and ``eval``. The
+exchange changes all weights by state that is kept for each of them, so ranks do it together, each for the parameters
+that it updates (Defazio et al. 2024).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.optimizer_probe import take_step, twin_of
+from smp_strategy.data_parallel.optimizer_probe import take_step, twin_of, with_inner
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["cut_state", "has_one_per_element", "kept_per_element"]
+__all__ = [
+    "cut_state",
+    "has_one_per_element",
+    "kept_per_element",
+    "FullOptimizerState",
+    "mark_own_states",
+    "MODES",
+    "evaluated_once",
+    "has_step_hooks",
+    "has_to_switch",
+    "hooks_around_step",
+]
+
 
 _STAND_IN = 7
 # Some entries appear later than in the first step: an average over every fifth, say.
@@ -101,3 +143,236 @@ def _named(state: Any) -> list[tuple[str, object]]:
     return [
         (".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf) for path, leaf in found
     ]
+
+
+@final
+class FullOptimizerState:
+    """Shows optimizers with their full state while hooks run.
+
+    Args:
+        optimizers: Returns the optimizers that train the module now.
+        gather: Gathers the full state of an optimizer on every rank; collective. ``None``: every rank has it.
+        keep_share: Reduces the full state of an optimizer to this rank's share.
+    """
+
+    def __init__(
+        self,
+        optimizers: Callable[[], Iterable[Optimizer]] = tuple,
+        gather: Callable[[Optimizer], Any] | None = None,
+        keep_share: Callable[[Optimizer], None] = lambda optimizer: None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._gather = gather
+        self._keep_share = keep_share
+        self._is_open = False
+        # Real class of each optimizer that is watched.
+        self._watched: dict[Optimizer, type[Optimizer]] = {}
+        self._kinds: dict[type[Optimizer], type[Optimizer]] = {}
+        # This rank's shares of states that are shown in full.
+        self._shares: dict[Optimizer, Any] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context in which the state of optimizers is full from its first use on."""
+        self._close()
+        self._open()
+        try:
+            yield
+        finally:
+            self._close()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context in which it is this rank's share, inside of :meth:`shown` or not."""
+        was_open = self._is_open
+        self._close()
+        try:
+            yield
+        finally:
+            if was_open:
+                self._open()
+
+    def look_at(self, optimizer: Optimizer) -> Any:
+        """Full state of ``optimizer``, until the next :meth:`hidden`. Collective."""
+        if self._gather is not None and optimizer not in self._shares and not self._is_open:
+            self._show(optimizer)
+        return optimizer.state
+
+    def _open(self) -> None:
+        self._is_open = True
+        for optimizer in self._optimizers() if self._gather is not None else ():
+            for member in with_inner(optimizer):
+                kind = self._watched.setdefault(member, type(member))
+                member.__class__ = self._watching(kind)
+
+    def _close(self) -> None:
+        self._is_open = False
+        for optimizer in [*self._watched]:
+            self._unwatch(optimizer)
+        for optimizer, share in self._shares.items():
+            self._keep_share(optimizer)
+            _refill(share, vars(optimizer)["state"])
+            vars(optimizer)["state"] = share
+        self._shares.clear()
+
+    def _unwatch(self, optimizer: Optimizer) -> None:
+        optimizer.__class__ = self._watched.pop(optimizer)
+
+    def _show(self, optimizer: Optimizer) -> None:
+        assert self._gather is not None
+        whole = self._gather(optimizer)
+        self._shares[optimizer] = optimizer.state
+        optimizer.state = whole
+
+    def _watching(self, kind: type[Optimizer]) -> type[Optimizer]:
+        """Subclass of ``kind`` that notices access to its state."""
+        if kind not in self._kinds:
+
+            def state(optimizer: Optimizer) -> Any:
+                self._unwatch(optimizer)
+                if "state" in vars(optimizer):
+                    self._show(optimizer)
+                return optimizer.state
+
+            def set_state(optimizer: Optimizer, value: Any) -> None:
+                self._unwatch(optimizer)
+                self._shares[optimizer] = optimizer.state
+                optimizer.state = value
+
+            own = {"state": property(state, set_state), "__module__": kind.__module__, "__doc__": kind.__doc__}
+            self._kinds[kind] = type(kind.__name__, (kind,), own)
+        return self._kinds[kind]
+
+
+def _refill(share: Any, found: Any) -> None:
+    """Copy the content of ``found`` into ``share``, in place where it fits."""
+    for key in [each for each in share if each not in found]:
+        del share[key]
+    for key, kept in found.items():
+        before, structure = pytree.tree_flatten(share.get(key))
+        values, same = pytree.tree_flatten(kept)
+        if structure == same:
+            kept = pytree.tree_unflatten(list(map(_refilled, before, values)), structure)
+        share[key] = kept
+
+
+def _refilled(before: object, value: object) -> object:
+    if not isinstance(before, Tensor) or not isinstance(value, Tensor):
+        return value
+    return before.copy_(value) if before.shape == value.shape and before.dtype == value.dtype else value
+
+
+class _OwnState(dict[Any, Any]):
+    """State of the parameters that this rank updates, by their numbers; cannot be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        words = door_words()
+        raise UnsupportedError(
+            f"`optimizer.state_dict()` has the state of {len(self)} parameters here: what this rank updates, not the "
+            f"whole. To save it, call {words.save_all} on all ranks{words.whole_state}."
+        )
+
+    def copy(self) -> "_OwnState":
+        return _OwnState(self)
+
+    def __copy__(self) -> "_OwnState":
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnState":
+        return _OwnState((key, deepcopy(value, memo)) for key, value in self.items())
+
+
+def mark_own_states(optimizer: Optimizer) -> None:
+    """Make the ``state_dict()`` of ``optimizer``, whose state is a part of the whole, refuse to be pickled."""
+    # Wrappers around another optimizer may have left `Optimizer.__init__` out.
+    hooks = vars(optimizer).setdefault("_optimizer_state_dict_post_hooks", OrderedDict())
+    if _mark not in hooks.values():
+        optimizer.register_state_dict_post_hook(_mark)
+
+
+def _mark(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "state": _OwnState(state["state"])}
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` has hooks on its step."""
+    return any(_hooks(optimizer))
+
+
+@contextmanager
+def hooks_around_step(optimizer: Optimizer, in_sight: Callable[[Callable[[], None]], Any] | None) -> Iterator[None]:
+    """Context of a step of ``optimizer``, whose hooks run before and after it.
+
+    Args:
+        optimizer: Optimizer with the hooks.
+        in_sight: Calls the hooks; ``None``: they run inside of the step as usual.
+    """
+    if in_sight is None or not has_step_hooks(optimizer):
+        yield
+        return
+    pre, post = ([*hooks.values()] for hooks in _hooks(optimizer))
+    kept = [dict(hooks) for hooks in _hooks(optimizer)]
+    steps: list[tuple[Any, Any]] = []
+    for hooks in _hooks(optimizer):
+        hooks.clear()
+    noted = optimizer.register_step_post_hook(lambda _, args, kwargs: steps.append((args, kwargs)))
+    try:
+        if pre:
+            in_sight(partial(_call, pre, optimizer, (optimizer,), {}))
+        yield
+    finally:
+        noted.remove()
+        for hooks, before in zip(_hooks(optimizer), kept, strict=True):
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(before | added)
+    for args, kwargs in steps if post else ():  # none if a scaler has passed over the step
+        in_sight(partial(_call, post, optimizer, args, kwargs))
+
+
+def _hooks(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    # A wrapper around another optimizer may have left `Optimizer.__init__` out.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    pre, post = (vars(optimizer).get(name, {}) for name in names)
+    return pre, post
+
+
+def _call(hooks: list[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for hook in hooks:
+        if hook(optimizer, args, kwargs) is not None:
+            raise UnsupportedError(
+                f"A hook before the step of {type(optimizer).__name__} returns other arguments for it, which is not "
+                "built yet for strategy 'smp' where ranks divide the parameters. Let it return None, and give the "
+                "optimizer its options otherwise."
+            )
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """Wrap ``closure`` so that it refuses to be called again.
+
+    An optimizer that evaluates the loss again does so at weights that it has changed by means of all gradients (a line
+    search, a perturbation of a given norm); on a rank it has those of one stage.
+    """
+    calls = 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise UnsupportedError(
+                f"The optimizer {type(optimizer).__name__} evaluates the loss several times per step, which is not "
+                "built yet for strategy 'smp': it would decide by the gradients of one stage. Use an optimizer that "
+                "calls its closure once."
+            )
+        return closure()
+
+    return once
+
+
+MODES = ("train", "eval")
+
+
+def has_to_switch(optimizer: Optimizer, mode: str) -> bool:
+    """Whether a call of the method ``mode`` would change anything."""
+    wanted = {group.get("train_mode", mode != "train") for group in optimizer.param_groups}
+    return callable(getattr(optimizer, mode, None)) and wanted != {mode == "train"}

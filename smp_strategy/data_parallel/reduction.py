@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
 from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
-from smp_strategy.data_parallel.gradient_sums import alike, sum_gradients
-from smp_strategy.data_parallel.replica_sums import ReplicaSums
+from smp_strategy.data_parallel.gradient_sums import ReplicaSums, alike, may_be_sparse, sum_gradients
 from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.data_parallel.sparse_sums import may_be_sparse
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import JoinedSums

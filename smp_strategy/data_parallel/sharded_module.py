@@ -3,7 +3,7 @@
 Each parameter is in one :class:`~smp_strategy.data_parallel.flat_unit.FlatUnit`: the parameters that belong to a single
 unit make up one, those that the same several units share another, which is gathered for each of them. Between passes
 over the model all of them rest, and ``.grad`` is this rank's piece
-(:class:`~smp_strategy.data_parallel.sharded_gradient.ShardedGradient`).
+(:class:`~smp_strategy.data_parallel.parameter_pieces.ShardedGradient`).
 
 Gradients are summed over the shard group during backward, as soon as they are complete, and divided by its size. They
 are summed once per optimizer step over other shard groups (the replicas of the group), and over other stages that hold
@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.flat_layout import Piece
 from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
-from smp_strategy.data_parallel.resting import RestingGuard
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
+from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.errors import UnsupportedError

@@ -47,7 +47,7 @@ from smp_strategy.checkpoint.state_dict import (
     whole_optimizer_state,
 )
 from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile
-from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.checkpoint.storage.held_tensor import Source
 from smp_strategy.checkpoint.torch_file import UnfilledState, new_file, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState

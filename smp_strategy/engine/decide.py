@@ -22,8 +22,8 @@ from smp_strategy.pipeline.job import Step
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.costs import Costs, find_costs
 from smp_strategy.planning.memory.model import ShardingOf, holdings_of
-from smp_strategy.planning.partition.from_trace import chain_of
 from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.planning.partition.problem import chain_of
 from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
 
 __all__ = ["decide", "partition_of", "step_program", "relief_of"]

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from smp_strategy.model.trace.opened_objects import is_opened_placed
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten, is_opened_placed
 from smp_strategy.pipeline.barriers import PausedStep
 
 __all__ = ["BackwardRequest", "ForwardStep", "deferring_loss"]

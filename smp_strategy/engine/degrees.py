@@ -16,7 +16,7 @@ from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
 from smp_strategy.distributed.topology import find_node_size
 from smp_strategy.engine.given_partition import choose_placed_units
 from smp_strategy.errors import ConfigError
-from smp_strategy.planning.partition.manual import some
+from smp_strategy.planning.partition.user_partition import some
 
 __all__ = ["check_degrees", "choose_shape", "shape_with"]
 

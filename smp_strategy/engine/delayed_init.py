@@ -28,8 +28,15 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.deferred_tensor import DeferredTensor, ReadRun, lacks_values, own_values, run_of, undefer
-from smp_strategy.model.initial_values import Initialisers, places_of
-from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
+from smp_strategy.model.initial_values import (
+    Initialisers,
+    leave_meta,
+    ordinary,
+    places_of,
+    unset,
+    without_memory,
+    zero_values,
+)
 from smp_strategy.model.units import Unit
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 

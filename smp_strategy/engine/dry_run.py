@@ -20,15 +20,14 @@ from smp_strategy.distributed.door_words import door_words
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.engine.written_weights import WrittenWeights
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.home_stages import home_of
+from smp_strategy.model.ownership import home_of
 from smp_strategy.model.rng import seeded
-from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.prediction import Callee, ValueNeededError
 from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.model.trace.side_effects import collectors
 from smp_strategy.model.trace.snapshot import Snapshot
-from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_variables import variables_restored
+from smp_strategy.model.trace.undo_variables import iterators_rewound, variables_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.batch_record import BatchRecord
 from smp_strategy.pipeline.glue_parameters import GlueUses

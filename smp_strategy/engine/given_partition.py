@@ -19,8 +19,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.units import Unit, choose_units
 from smp_strategy.planning.output_file import refuse_unwritable
-from smp_strategy.planning.partition.file import read_partition
-from smp_strategy.planning.partition.manual import ByHand, some
+from smp_strategy.planning.partition.user_partition import ByHand, read_partition, some
 
 __all__ = ["GivenPartition", "choose_placed_units", "num_parameters_of", "place_beforehand", "refuse_unwritable_file"]
 

@@ -4,7 +4,7 @@ from typing import final
 
 from torch import nn
 
-from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.errors import SMPError
 from smp_strategy.reports.explain.explanation import Explanation

@@ -23,7 +23,7 @@ from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.plan.split_report import SplitReport
+from smp_strategy.tensor_parallel.plan.plan import SplitReport
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
 __all__ = ["Layout"]

@@ -23,10 +23,15 @@ from smp_strategy.model.trace.device_model import modelled_work
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
-from smp_strategy.planning.layouts.cluster import Cluster
-from smp_strategy.planning.layouts.estimate import Estimate, LayoutCosts, MicrobatchCosts, planned
-from smp_strategy.planning.layouts.job_layout import JobLayout, divisors, layouts_on
-from smp_strategy.planning.layouts.layout_search import LayoutPlan, fastest_layouts
+from smp_strategy.planning.layouts.cluster import Cluster, JobLayout, divisors, layouts_on
+from smp_strategy.planning.layouts.estimate import (
+    Estimate,
+    LayoutCosts,
+    LayoutPlan,
+    MicrobatchCosts,
+    fastest_layouts,
+    planned,
+)
 from smp_strategy.planning.planner import PlanningInput
 from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear

@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint import full_state_dict as full
 from smp_strategy.checkpoint.load import MODULE, load_module
-from smp_strategy.checkpoint.local_shards import LocalShards
 from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.state_dict import LocalShards
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
-from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, mark_own_states
+from smp_strategy.data_parallel.grad_norm import agreed, unscale_gradients
+from smp_strategy.data_parallel.gradient_sums import replica_sums
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
+from smp_strategy.data_parallel.optimizer_state import FullOptimizerState, mark_own_states
 from smp_strategy.data_parallel.reduction import Reduction
-from smp_strategy.data_parallel.replica_sums import replica_sums
-from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh

@@ -25,7 +25,7 @@ from smp_strategy.engine.decide import partition_of, relief_of, step_program
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
 from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
 from smp_strategy.engine.unit_calls import UnitCalls
-from smp_strategy.model.meta_tensors import zero_values
+from smp_strategy.model.initial_values import zero_values
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.snapshot import Snapshot

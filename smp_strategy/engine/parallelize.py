@@ -55,7 +55,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import replicas_of
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.plan.patterns import heads_explained
+from smp_strategy.tensor_parallel.plan.user_choices import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 

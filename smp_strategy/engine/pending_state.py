@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.load import MODULE, load_gradients, load_module, load_optimizer, read_optimizer
-from smp_strategy.checkpoint.local_shards import LocalShards
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.checkpoint.state_dict import LocalShards
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source
 from smp_strategy.engine.delayed_init import DelayedModule
 
 __all__ = ["PendingState", "PendingOptimizerState"]

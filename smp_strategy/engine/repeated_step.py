@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.model.home_stages import home_of
+from smp_strategy.model.ownership import home_of
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_of
 from smp_strategy.pipeline.job import Step

@@ -7,7 +7,7 @@ from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.text import stage_table, summary
 from smp_strategy.reports.table import Unwrapped, render_text
-from smp_strategy.tensor_parallel.plan.split_report import SplitReport
+from smp_strategy.tensor_parallel.plan.plan import SplitReport
 
 __all__ = ["render_batch", "render_layout", "render_order"]
 

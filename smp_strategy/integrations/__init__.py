@@ -10,5 +10,5 @@ In reading order::
     hydra/          config group ``smp``: resolvers and recipes
     sagemaker/      SageMaker's model parallel library; ``smp_strategy.smp`` exports it
     data/           resumable data loaders, for Lightning and Accelerate
-    planning/       ``smp plan`` and ``smp estimate``
+    plan_command.py ``smp plan`` and ``smp estimate``
 """

@@ -32,7 +32,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-import smp_strategy.config.start_folder  # noqa: F401  (as early as can be)
+import smp_strategy.config.special_paths  # noqa: F401  (as early as can be)
 
 __all__ = ["LAUNCHER", "RARELY", "autoload"]
 

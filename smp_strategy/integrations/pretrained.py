@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.file_runs import FileRuns
+from smp_strategy.checkpoint.storage.weight_file import FileRuns
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import DamagedError, UnsupportedError
 from smp_strategy.integrations.accelerate.launch_options import is_selected

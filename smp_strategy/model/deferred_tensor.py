@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.deferred_memory import DeferredMemory, DeferredView, Known, ReadRun
-from smp_strategy.model.meta_tensors import leave_meta
+from smp_strategy.model.initial_values import leave_meta
 
 __all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "read_now", "run_of", "undefer"]
 

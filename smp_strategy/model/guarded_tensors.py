@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.tensor_spec import METADATA
 
 __all__ = [
     "BY_IDENTITY",
@@ -38,9 +38,9 @@ __all__ = [
 # `__torch_function__`. Its guard answers questions of metadata. Before any other operation it makes the values
 # available, after which the tensor is an ordinary one, or it refuses with the name and the remedy. The guards are
 #
-#     home_stages.HomeStages                 values on other stages; hooks compute there, all else is refused
-#     data_parallel/resting.RestingGuard     values in shards; gathered in hooks, else refused
-#     data_parallel/parameter_broadcast      values on their way; waits for them
+#     ownership.HomeStages                   values on other stages; hooks compute there, all else is refused
+#     data_parallel/parameter_pieces         values in shards; gathered in hooks, else refused
+#     data_parallel/zero1                    values on their way; waits for them
 #     engine/hooks/full_parameters           part of a split layer in a hook; gathered
 #
 # The object is the same all the time: `watch` and `unwatch` exchange its class, which PyTorch allows between Python

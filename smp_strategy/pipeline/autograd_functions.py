@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations.checkpoint_sequential import LayersInARow
 from smp_strategy.activations.policy import ActivationPolicy, Recompute
+from smp_strategy.activations.submodules import LayersInARow
 from smp_strategy.distributed.torch_private import checkpoints_run_in
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.compiled_code import uncompiled_where

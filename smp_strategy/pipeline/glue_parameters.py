@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import Guard
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
-from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.pytree import given_to, leaves_of
+from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.model.units import Unit
 
 __all__ = ["GlueUses", "NewUseError"]

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import Path, are_alike, is_list, rebuild_mapping
-from smp_strategy.model.trace.opened_objects import has_tensors
+from smp_strategy.model.trace.pytree import has_tensors
 
 __all__ = ["StepArgument", "NotJoined", "given", "merge", "refuse_not_joined"]
 

@@ -25,8 +25,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.context_containers import collectors
-from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item, set_items, stored
+from smp_strategy.model.trace.side_effects import collectors
+from smp_strategy.model.trace.snapshot import delete_item, refill, set_item, set_items, stored
 from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import frozen

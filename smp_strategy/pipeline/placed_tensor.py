@@ -21,11 +21,10 @@ from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Value
-from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.model.trace.tensor_spec import METADATA, TensorSpec
 from smp_strategy.pipeline.placed_ops import ANSWERED, READS, REFUSED, calling_line, operation_name
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.tensor_memory import TensorMemory

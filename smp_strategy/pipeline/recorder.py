@@ -13,7 +13,7 @@ from typing import final
 
 from torch.profiler import record_function
 
-from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.distributed.torch_private import is_profiling
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.pipeline.schedule import Action, Plan
 
 __all__ = ["Recorded", "Recording", "Span"]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.model.trace.user_code import is_own_object
+from smp_strategy.model.trace.snapshot import is_own_object
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import Placement
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.model.trace.opened_objects import is_opened_placed
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.pytree import flatten, is_opened_placed
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.transport import Transport

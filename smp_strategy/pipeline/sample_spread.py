@@ -52,20 +52,8 @@ _ADDITIONS = frozenset(
     {
         *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "where", "masked_fill", "dropout", "add_"),
         *("sub_", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__neg__", "masked_fill_"),
-        *(
-            "to",
-            "float",
-            "double",
-            "half",
-            "bfloat16",
-            "type",
-            "type_as",
-            "clone",
-            "contiguous",
-            "detach",
-            "nan_to_num",
-        ),
-        *("requires_grad_", "cpu", "cuda", "tril", "triu", "real", "conj", "resolve_conj", "data"),
+        *("to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "detach"),
+        *("nan_to_num", "requires_grad_", "cpu", "cuda", "tril", "triu", "real", "conj", "resolve_conj", "data"),
     }
 )
 _PRODUCTS = frozenset({"mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"})

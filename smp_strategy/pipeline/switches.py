@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.past_overrides import delete_item, set_item
+from smp_strategy.model.trace.snapshot import delete_item, set_item
 
 __all__ = ["MISSING", "SwitchPlace", "Switches", "is_same"]
 

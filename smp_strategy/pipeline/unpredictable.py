@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
-from smp_strategy.model.trace.fake_call import tensors_of
+from smp_strategy.model.trace.fake_call import Meter, tensors_of
 from smp_strategy.model.trace.flops import KernelTally
-from smp_strategy.model.trace.opened_objects import LeafSlot
 from smp_strategy.model.trace.prediction import (
     Absent,
     Made,
@@ -30,7 +28,7 @@ from smp_strategy.model.trace.prediction import (
     is_constant,
     versions_of,
 )
-from smp_strategy.model.trace.pytree import flatten_result
+from smp_strategy.model.trace.pytree import LeafSlot, flatten_result
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.draws import ProgramDraws

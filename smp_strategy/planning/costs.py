@@ -14,9 +14,8 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sizes import show_count
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.device_model import Machine
+from smp_strategy.model.trace.device_model import Machine, Measured, with_measured_bytes, work_of
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.model.trace.measured_costs import Measured, with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, measure

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from smp_strategy.config.special_file import special_file
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import ConfigError, SMPError, cause_of
 
 __all__ = ["refuse_unwritable", "write_atomically"]

@@ -19,9 +19,16 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
-from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
-from smp_strategy.planning.partition.problem import HeldBytes, InFlight, PartitionProblem, Promise, Score, Setting
+from smp_strategy.planning.partition.problem import (
+    HeldBytes,
+    InFlight,
+    PartitionProblem,
+    Promise,
+    Score,
+    Setting,
+    problem_of,
+)
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.planning.partition.solver import EFFORT, does_not_fit, solve
 from smp_strategy.planning.schedule.flow import Flow

@@ -1,8 +1,7 @@
 """Report of a plan: the fastest layouts of a model on a cluster, and the step and memory of the best one, as text."""
 
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
-from smp_strategy.planning.layouts.estimate import Estimate
-from smp_strategy.planning.layouts.layout_search import LayoutPlan, why_slower
+from smp_strategy.planning.layouts.estimate import Estimate, LayoutPlan, why_slower
 from smp_strategy.reports.table import ReportTable, render_text
 
 __all__ = ["layouts_text", "plan_as_data", "run_options"]

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.planning.memory.amounts import RankMemory
 from smp_strategy.planning.memory.counting import ShardedStorage, count
+from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_tables import page, predicted_amounts, text

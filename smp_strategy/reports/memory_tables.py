@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from smp_strategy.config.sizes import show_bytes
-from smp_strategy.planning.memory.amounts import RankMemory
+from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.html import document, element, table_element
 from smp_strategy.reports.table import ReportTable, render_text

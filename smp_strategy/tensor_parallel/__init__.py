@@ -1,18 +1,14 @@
 """Tensor parallelism: layers of a module split over the ranks of a group, in place. In reading order:
 
-* ``cut``: how one parameter is divided.
 * ``group``: collectives among the ranks of a group.
 * ``autograd_collectives``: the same with gradients; the algebra of whole, split and summand.
-* ``region``: column- and row-parallel layers, the ends of a split region.
-* ``region_boundary``: one gradient sum for all layers that read an input.
+* ``region``: column- and row-parallel layers, the ends of a split region; one gradient sum for all readers of an input.
 * ``region_rng``: random numbers that differ between ranks inside a region.
 * ``layers/``: linear, convolution, embedding, attention.
 * ``sharded_tensor/``: ``SplitTensor``, which code uses as if it were whole.
 * ``sequence_parallel``: the residual stream split by tokens or samples.
 * ``plan/``: which layers are split how, from the model and from the user.
 * ``split``: makes the decision and carries it out; start here.
-* ``split_module``: the split layers during a run, as the engine uses them.
-* ``parameter_parts``: parts of parameters joined and cut for sums and checkpoints.
+* ``split_module``: the split layers during a run, as the engine uses them; parts of parameters joined and cut.
 * ``joint_batch``: batches of a group's ranks gathered into one.
-* ``unsplit_views``, ``whole_sizes``: modules, and sizes of parameters, shown for a moment as before the split.
 """

@@ -4,9 +4,15 @@ All ranks decide from the same module what is split and how, before anything is 
 (:mod:`smp_strategy.tensor_parallel.plan.resolve`), and compare their decisions: ranks that split differently would wait
 for each other for ever. A layer may still refuse when it is split (because of a ``forward`` of its own, say). Then all
 split layers are made whole, and the decision is repeated without its block.
+
+Temporary view of modules as they were before their layers were split.
+
+Code written for whole layers (initialisers) asks modules for their classes and sizes. Parameters are not exchanged
+here: the caller provides tensors of the right shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -17,30 +23,82 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.padded_encoder import zero_padding_of
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.layers.attention import SomeHeads
 from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit
-from smp_strategy.tensor_parallel.layers.conv import ColumnParallelConv, RowParallelConv
 from smp_strategy.tensor_parallel.layers.embedding import (
     HiddenParallelEmbedding,
     ScaledVocabParallelEmbedding,
+    SomeHeads,
     VocabParallelEmbedding,
     is_scaled_embedding,
 )
-from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
-from smp_strategy.tensor_parallel.plan import annotations as notes
-from smp_strategy.tensor_parallel.plan import patterns as by_pattern
+from smp_strategy.tensor_parallel.layers.linear import (
+    ColumnParallelConv,
+    ColumnParallelLinear,
+    RowParallelConv,
+    RowParallelLinear,
+    VocabParallelHead,
+)
+from smp_strategy.tensor_parallel.plan import user_choices
 from smp_strategy.tensor_parallel.plan.hugging_face import family_blocks, is_from_transformers, vocabulary_blocks
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers, pair_blocks, watch
-from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, describe
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, LayerLine, SplitKind, SplitReport, describe
 from smp_strategy.tensor_parallel.plan.registry import registered_blocks
 from smp_strategy.tensor_parallel.plan.resolve import SplitDecision, choose
-from smp_strategy.tensor_parallel.plan.split_report import LayerLine, SplitReport
 from smp_strategy.tensor_parallel.plan.torch_layers import torch_blocks
 from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
-from smp_strategy.tensor_parallel.unsplit_views import UnsplitViews
 
 __all__ = ["SplitModule", "split_layers"]
+
+
+_MISSING = object()
+
+
+@final
+class UnsplitViews:
+    """Recorded classes and attributes of ``modules``; create it before their layers are split.
+
+    Args:
+        modules: Modules that may change.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [(module, type(module), dict(vars(module))) for module in modules]
+        self._changes: list[tuple[nn.Module, tuple[type, type], dict[str, tuple[Any, Any]]]] = []
+
+    def compare(self) -> None:
+        """Record the changes that the split has made; only these are switched later."""
+        for module, kind, before in self._before:
+            after = dict(vars(module))
+            names = [
+                name for name in {**before, **after} if before.get(name, _MISSING) is not after.get(name, _MISSING)
+            ]
+            if names or type(module) is not kind:
+                attributes = {name: (before.get(name, _MISSING), after.get(name, _MISSING)) for name in names}
+                self._changes.append((module, (kind, type(module)), attributes))
+        self._before = []
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Context in which modules look as before the split."""
+        self._show(0)
+        try:
+            yield
+        finally:
+            self._show(1)
+
+    def _show(self, which: int) -> None:
+        for module, kinds, attributes in self._changes:
+            module.__class__ = kinds[which]
+            _fill(vars(module), {name: values[which] for name, values in attributes.items()})
+
+
+def _fill(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _MISSING:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
 
 
 @final
@@ -103,7 +161,7 @@ def split_layers(
     blocks = [] if group.size == 1 else list(_blocks(modules, patterns or {}, watched))
     refused: dict[str, str] = {}
     while True:
-        choice = choose(modules, blocks, group.size, notes.disabled(modules), refused, watched.readers)
+        choice = choose(modules, blocks, group.size, user_choices.disabled(modules), refused, watched.readers)
         report = SplitReport(tuple(_lines(modules, choice)), group.size)
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
@@ -131,7 +189,7 @@ def _blocks(
 ) -> Iterator[LayerBlock]:
     """Blocks of all sources, in order of precedence."""
     into = {column: pair.row for pair in watched.pairs for column in pair.columns}
-    yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
+    yield from user_choices.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
     yield from registered_blocks(modules)
     yield from vocabulary_blocks(modules)
     yield from family_blocks(modules)
@@ -144,7 +202,7 @@ def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, stri
     problems = [
         f"`tensor_parallel` names `{name}`, which cannot be split: {reason}."
         for name, (source, reason) in choice.reasons.items()
-        if source == by_pattern.SOURCE
+        if source == user_choices.SOURCE
     ]
     if strict and group.size > 1:
         problems += [
@@ -282,7 +340,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
                 describe(how),
                 block.source,
                 how.style not in ("whole", "inside"),
-                is_asked=how.style == "whole" and block.source == by_pattern.SOURCE,
+                is_asked=how.style == "whole" and block.source == user_choices.SOURCE,
             )
             if how.style == "layer":
                 inside[name] = line
@@ -296,7 +354,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[
 
 def _whole_line(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> LayerLine:
     kind = type(module).__name__
-    if (reason := notes.disabled(modules).get(name)) is not None:
+    if (reason := user_choices.disabled(modules).get(name)) is not None:
         return LayerLine(name, kind, "whole", reason, False, is_asked=True)
     if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)):
         return LayerLine(name, kind, "whole", "has vectors only", False)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from smp_strategy.checkpoint.stand_in import StandIn
-from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.errors import UnsupportedError
 

@@ -13,7 +13,7 @@ from smp_strategy import ConfigError, HierarchicalAllReduceState, hierarchical_a
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import failure
 from smp_strategy.distributed.topology import ranks_per_node
-from smp_strategy.integrations.sagemaker.comm_hooks import options_for
+from smp_strategy.integrations.sagemaker.distributed_model import options_for
 from smp_strategy.testing import run_ranks
 
 STEPS = 3

@@ -11,7 +11,7 @@ from smp_strategy.checkpoint.sources import WholeState, flattened
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.model.home_stages import home_of
+from smp_strategy.model.ownership import home_of
 from smp_strategy.testing import run_ranks
 
 # Ranks, and options.

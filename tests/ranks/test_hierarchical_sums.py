@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel import replica_sums
+from smp_strategy.data_parallel import gradient_sums
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.distributed.collectives import fusion_buffers
 from smp_strategy.distributed.collectives.fusion_buffers import FusionBuffers
@@ -62,7 +62,7 @@ def test_without_a_hierarchy_they_are_flat(ranks, per_node):
 
 def refused_elsewhere() -> str:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    replica_sums.is_gloo = lambda group, device: False
+    gradient_sums.is_gloo = lambda group, device: False
     with pytest.raises(ConfigError) as caught:
         trained({"ddp_reduction": "hierarchical"})
     trained({})

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smp_strategy.data_parallel import replica_sums
+from smp_strategy.data_parallel import gradient_sums
 from smp_strategy.distributed.collectives import shared_memory_sums
 from smp_strategy.distributed.collectives.shared_memory_sums import SharedMemorySums
 from smp_strategy.distributed.shared_arena import open_arenas
@@ -55,7 +55,7 @@ def test_gradients_may_be_summed_in_a_narrower_dtype():
 
 
 def without_memory() -> tuple[dict[str, Tensor], bool]:
-    replica_sums.open_arenas = lambda group: (None, {}, {(0, 1): "in another container"})
+    gradient_sums.open_arenas = lambda group: (None, {}, {(0, 1): "in another container"})
     return train({})
 
 

@@ -20,7 +20,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.region_boundary import Entered
+from smp_strategy.tensor_parallel.region import Entered
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import assert_close, cuts_of, group_of_all, random, same_parts
 

@@ -12,7 +12,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.grad_norm import global_norm
 from smp_strategy.data_parallel.gradient_sums import sum_gradients
 from smp_strategy.engine.engine import Engine
-from smp_strategy.model.home_stages import home_of
+from smp_strategy.model.ownership import home_of
 from smp_strategy.testing import run_ranks
 
 

@@ -13,7 +13,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel import zero1 as state_sharding
 from smp_strategy.engine.engine import Engine
 from smp_strategy.model.guarded_tensors import guard_of
-from smp_strategy.model.home_stages import home_of
+from smp_strategy.model.ownership import home_of
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
-from smp_strategy.tensor_parallel.layers.conv import ColumnParallelConv, RowParallelConv
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelConv, RowParallelConv
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import group_of_all, random, same_gradients, sent
 

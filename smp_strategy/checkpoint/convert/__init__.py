@@ -5,16 +5,12 @@ In reading order:
 ===================== =================================================================================================
 contents              The common form: weights, optimizer state, the rest, as lazy tensors.
 detect_format         Opens a checkpoint of any format by the reader for it.
-layouts, names        Finds weights and optimizer state in nested dicts; names of parameters.
-read_torch            Files of ``torch.save``: Lightning's, scripts', bare state dicts.
-read_dcp              Sharded folders: ours, Lightning's, FSDP's, plain ``dcp.save``.
+layouts               Finds weights and optimizer state in nested dicts; names of parameters.
+readers               Files of ``torch.save``; sharded folders of ours, Lightning's, FSDP's, plain ``dcp.save``;
+                      folders of Hugging Face, and of Accelerate's ``save_state``.
 safetensors           Safetensors, with an index or without; reads and writes.
-weight_folders        Folders of Hugging Face, and of Accelerate's ``save_state``.
-read_sagemaker        One file per rank of SageMaker's model parallel library.
-join_tp               Joins the parts of tensor-parallel ranks to whole tensors.
+read_sagemaker        One file per rank of SageMaker's model parallel library; parts joined to whole tensors.
 merge_adapters        Merges LoRA adapters of PEFT into the weights that they adapt.
-write_own             Our two forms: sharded folder, full file.
-write_hugging_face    Safetensors, or a folder for ``from_pretrained``.
-summary               Plain data about a checkpoint, for ``smp inspect``.
+writers               Our two forms: sharded folder, full file; safetensors, or a folder for ``from_pretrained``.
 ===================== =================================================================================================
 """

@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents
-from smp_strategy.checkpoint.convert.join_tp import Shape
-from smp_strategy.checkpoint.convert.read_dcp import open_sharded
-from smp_strategy.checkpoint.convert.read_sagemaker import open_sagemaker
-from smp_strategy.checkpoint.convert.read_torch import open_torch_file
+from smp_strategy.checkpoint.convert.read_sagemaker import Shape, open_sagemaker
+from smp_strategy.checkpoint.convert.readers import open_sharded, open_state, open_torch_file, open_weights
 from smp_strategy.checkpoint.convert.safetensors import INDEX_ENDING, open_safetensors
-from smp_strategy.checkpoint.convert.weight_folders import open_state, open_weights
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
-from smp_strategy.config.special_file import special_file
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["located", "open_checkpoint"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
-from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
 

@@ -20,6 +20,10 @@ A folder that is mounted, or has files of others, is not replaced: files are mov
 there, :func:`recover` does the rest after a crash.
 
 A single process begins and commits; others may write to the entry that it has begun, on other machines as well.
+
+Error messages of failed saves: the path, the reason, and that older checkpoints are untouched.
+
+Errors of the system tell none of that where a disk is full, and libraries that write files turn them into others.
 """
 
 import contextlib
@@ -33,12 +37,12 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.checkpoint.storage.write_errors import saving
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
 
 __all__ = [
     "begin",
@@ -53,7 +57,10 @@ __all__ = [
     "remove",
     "replacing",
     "sync",
+    "BEFORE",
+    "saving",
 ]
+
 
 # An entry of another machine without writes for so long belongs to a dead process.
 GIVEN_UP_SECONDS: Final = 3600.0
@@ -390,3 +397,23 @@ def _is_there(pid: int) -> str:
     except OSError:
         pass
     return "0"
+
+
+BEFORE: Final = "checkpoints that were there before are untouched."
+
+
+@contextmanager
+def saving(target: Path) -> Iterator[None]:
+    """Context in which an error of the disk becomes an error of saving ``target``; others stay as they are.
+
+    Raises:
+        CheckpointError: in place of an error of the disk.
+    """
+    try:
+        yield
+    except SMPError:
+        raise
+    except Exception as error:
+        if not is_of_disk(error):
+            raise
+        raise CheckpointError(f"{target} was not saved: {cause_of(error, target)} {BEFORE.capitalize()}") from error

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils.serialization import config as _config
 
-from smp_strategy.checkpoint.storage.checksums import DigestingFile
+from smp_strategy.checkpoint.storage.async_save import raw
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
-from smp_strategy.checkpoint.storage.manifest import Region
-from smp_strategy.checkpoint.storage.staging import raw
+from smp_strategy.checkpoint.storage.manifest import DigestingFile, Region
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.errors import CheckpointError
 

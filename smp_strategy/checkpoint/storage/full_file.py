@@ -14,10 +14,10 @@ import torch
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.atomic_commit import Check
-from smp_strategy.checkpoint.storage.fallback import advice
 from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, append_digests, problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.torch_load import load_file
+from smp_strategy.checkpoint.storage.verify import advice
 from smp_strategy.errors import DamagedError
 
 __all__ = ["read_full", "replacing_full", "verify_full", "write_full"]

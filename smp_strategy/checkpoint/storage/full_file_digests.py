@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, final
 
 import xxhash
 
-from smp_strategy.checkpoint.storage.damage import Damage
+from smp_strategy.checkpoint.storage.verified_reads import Damage
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes", "values_at"]

@@ -1,19 +1,22 @@
-"""Local shards of a tensor, as rectangles of the whole tensor that are views of this rank's memory.
+"""Vocabulary of loading and saving: a rank's rectangles of a tensor, and states to load from.
 
 Files know no more of a layout than that. A stage holds a whole parameter or nothing of it, a tensor-parallel rank holds
 some columns, and a rank of a shard group holds a run of elements (:mod:`smp_strategy.model.shard_layout`).
+
+Interface of states to load from: a sharded folder, or a state dict in memory.
 """
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from smp_strategy.model.shard_layout import Rectangle
 
-__all__ = ["HeldRectangle", "HeldTensor", "WholeObject"]
+__all__ = ["HeldRectangle", "HeldTensor", "WholeObject", "TensorInfo", "Source"]
 
 
 @final
@@ -61,3 +64,37 @@ class WholeObject:
     """Object that is stored as one, such as a dict that would otherwise be flattened as part of the state."""
 
     value: Any
+
+
+class TensorInfo(Protocol):
+    """Metadata of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its elements."""
+
+
+class Source(Protocol):
+    """Tensors and other objects by their names: ``state_dict.layer.weight``, ``optimizer_0.param_groups``."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Metadata of all tensors."""
+
+    @property
+    def objects(self) -> Collection[str]:
+        """Names of everything else."""
+
+    def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
+        """Copy the values of tensors to this rank's rectangles.
+
+        Raises:
+            CheckpointError: a value cannot be read, or its shape is another one.
+        """
+
+    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
+        """Objects by their names."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.manifest import FORMAT, Manifest
-from smp_strategy.config.special_file import special_file
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = [

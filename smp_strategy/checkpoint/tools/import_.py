@@ -5,9 +5,9 @@ from pathlib import Path
 
 from smp_strategy.checkpoint.convert.contents import OptimizerContents
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
-from smp_strategy.checkpoint.convert.names import add_prefix, add_tied
-from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
-from smp_strategy.checkpoint.tools.common import check_output, num_entries, show_progress, tell
+from smp_strategy.checkpoint.convert.layouts import add_prefix, add_tied
+from smp_strategy.checkpoint.convert.writers import save_full, save_sharded
+from smp_strategy.checkpoint.tools.export import check_output, num_entries, show_progress, tell
 
 __all__ = ["run"]
 

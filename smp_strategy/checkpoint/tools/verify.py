@@ -6,10 +6,9 @@ from pickle import UnpicklingError
 from typing import Final
 
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
-from smp_strategy.checkpoint.storage.fallback import advice
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, kind_of, unreadable
 from smp_strategy.checkpoint.storage.torch_load import load_file
-from smp_strategy.checkpoint.storage.verify import has_digests, problems_of
+from smp_strategy.checkpoint.storage.verify import advice, has_digests, problems_of
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError, printable
 

@@ -34,8 +34,7 @@ from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwatch, watch
-from smp_strategy.model.home_stages import HomeStages, home_of
-from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.ownership import HomeStages, Ownership, home_of
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.agreement import begin_to_agree

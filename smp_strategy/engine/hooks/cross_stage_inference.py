@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp_strategy.model.home_stages import home_of
-from smp_strategy.model.trace.dispatch import draws
+from smp_strategy.model.ownership import home_of
+from smp_strategy.model.trace.fake_call import draws
 from smp_strategy.model.trace.pytree import unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 

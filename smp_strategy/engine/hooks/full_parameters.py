@@ -21,8 +21,8 @@ from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, in_plain_sight, unwatch, watch
-from smp_strategy.model.home_stages import resize
-from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
+from smp_strategy.model.ownership import resize
+from smp_strategy.tensor_parallel.split_module import ParameterParts
 
 __all__ = ["FullSplitLayers", "FullParameters"]
 

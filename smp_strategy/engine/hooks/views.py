@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import nn
 
-from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState
+from smp_strategy.data_parallel.optimizer_state import FullOptimizerState
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.hooks.cross_stage import HookView

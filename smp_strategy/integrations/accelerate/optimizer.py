@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from smp_strategy.data_parallel.step_hooks import evaluated_once, has_to_switch, hooks_around_step
+from smp_strategy.data_parallel.optimizer_state import evaluated_once, has_to_switch, hooks_around_step
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError

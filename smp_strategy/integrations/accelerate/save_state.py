@@ -24,10 +24,10 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_f
 from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.checkpoint.storage import folder_digests
-from smp_strategy.checkpoint.storage.fallback import previous
+from smp_strategy.checkpoint.storage import verified_reads
+from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.write_errors import saving
+from smp_strategy.checkpoint.storage.verify import previous
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
@@ -198,7 +198,7 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_describe(self, staging: Path) -> None:
         if self._smp_writes:
-            folder_digests.describe(staging, self._smp_note())
+            verified_reads.describe(staging, self._smp_note())
 
     def _smp_finish_later(self, save: "_FolderSave", target: Path, note: dict[str, Any]) -> None:
         """Write all jobs in a thread. Ranks that write full files do so alone; shards are written by all ranks."""
@@ -207,7 +207,7 @@ class StateFolderHooks(SavingHooks):
                 for job in save.jobs:
                     job()
                 if self._smp_writes:
-                    folder_digests.describe(save.folder, note)
+                    verified_reads.describe(save.folder, note)
                     folders.move_in(save.folder, target, replaces=folders.STATES)
             if self._smp_writes:
                 self._smp_delete_oldest(target)
@@ -387,7 +387,7 @@ def _write_file(model: SpreadModel, path: Path) -> None:
 
 def _verify(folder: Path) -> None:
     try:
-        folder_digests.verify(folder)
+        verified_reads.verify(folder)
     except CheckpointError as error:
         other = previous(folder)
         found = "There is no undamaged one" if other is None else f"The newest undamaged one is {other}"

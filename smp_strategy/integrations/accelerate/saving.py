@@ -23,8 +23,7 @@ from accelerate.utils import save
 from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
-from smp_strategy.checkpoint.storage.atomic_commit import replacing
-from smp_strategy.checkpoint.storage.write_errors import saving
+from smp_strategy.checkpoint.storage.atomic_commit import replacing, saving
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError

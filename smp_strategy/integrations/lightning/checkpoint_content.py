@@ -22,8 +22,8 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.checkpoint.sources import LazyStoredTensor, Readable
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
 from smp_strategy.errors import CheckpointError
 

@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import EditedState
+from smp_strategy.checkpoint.sources import EditedState, LazyStoredTensor
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.config.config import SMPConfig

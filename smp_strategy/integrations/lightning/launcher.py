@@ -31,7 +31,7 @@ else:
 import sys
 from collections.abc import Iterable, Sequence
 
-from smp_strategy.config.start_folder import started_in
+from smp_strategy.config.special_paths import started_in
 
 __all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
 

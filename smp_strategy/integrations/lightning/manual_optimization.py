@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.step_hooks import hooks_around_step
+from smp_strategy.data_parallel.optimizer_state import hooks_around_step
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.step_results import loss_that_commits

@@ -1,7 +1,7 @@
 """``train`` and ``eval`` of schedule-free optimizers: all ranks switch modes together.
 
 User hooks call these methods on their optimizers. During a run they are patched on the instances
-(:mod:`smp_strategy.data_parallel.step_hooks`), of the optimizer and of its ``LightningOptimizer``.
+(:mod:`smp_strategy.data_parallel.optimizer_state`), of the optimizer and of its ``LightningOptimizer``.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.step_hooks import MODES, has_to_switch
+from smp_strategy.data_parallel.optimizer_state import MODES, has_to_switch
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.model.patching import Patches

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
+from smp_strategy.data_parallel.optimizer_state import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations import annotations as checkpoint_notes
+from smp_strategy.activations import selection as checkpoint_notes
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.integrations.sagemaker.nn.replaced_layers import own_initialisation
+from smp_strategy.integrations.sagemaker.nn.transformer_layers import own_initialisation
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 from smp_strategy.model import annotations as stages
-from smp_strategy.tensor_parallel.plan import annotations as split_notes
 from smp_strategy.tensor_parallel.plan import registry
+from smp_strategy.tensor_parallel.plan import user_choices as split_notes
 
 __all__ = [
     "checkpoint",
@@ -59,7 +59,7 @@ def set_partition(module: Module, index: int) -> Module:
 def set_activation_checkpointing(
     module: Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> Module:
-    """Checkpoint ``module``: see :func:`smp_strategy.activations.annotations.set_activation_checkpointing`.
+    """Checkpoint ``module``: see :func:`smp_strategy.activations.selection.set_activation_checkpointing`.
 
     Raises:
         UnsupportedError: the first step has decided on the partition.

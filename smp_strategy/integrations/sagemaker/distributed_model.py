@@ -1,4 +1,11 @@
-"""``smp.DistributedModel``: a module that an engine runs, with the methods of SageMaker's wrapper."""
+"""``smp.DistributedModel``: a module that an engine runs, with the methods of SageMaker's wrapper.
+
+Communication hooks of DistributedDataParallel, as options: which dtype gradients are sent in, and in which hops.
+
+A hook of the user's own would get buckets of gradients to reduce as it likes. Here reductions also run over stages and
+shards, with buckets of their own, so only PyTorch's hooks that change the dtype are taken over, and the hierarchical
+one of this package.
+"""
 
 import dataclasses
 from collections import OrderedDict
@@ -8,30 +15,33 @@ from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.model_outputs import pack
-from smp_strategy.integrations.sagemaker import comm_hooks
-from smp_strategy.integrations.sagemaker.model_parts import LocalParts
-from smp_strategy.integrations.sagemaker.model_state import full_model_state, load_model_state, local_model_state
-from smp_strategy.integrations.sagemaker.nn.replaced_layers import name_layers
-from smp_strategy.integrations.sagemaker.own_outputs import own_outputs
+from smp_strategy.integrations.sagemaker.model_state import (
+    LocalParts,
+    full_model_state,
+    load_model_state,
+    local_model_state,
+)
+from smp_strategy.integrations.sagemaker.nn.transformer_layers import name_layers
 from smp_strategy.integrations.sagemaker.run_state import current_run
-from smp_strategy.integrations.sagemaker.same_batches import SameBatches
 from smp_strategy.integrations.sagemaker.step_function import (
     StepValue,
     has_gradients,
     losses_of_microbatch,
     note_losses,
 )
-from smp_strategy.integrations.sagemaker.step_inputs import StepInputs
-from smp_strategy.integrations.sagemaker.step_output import over_microbatches
+from smp_strategy.integrations.sagemaker.step_values import SameBatches, StepInputs, over_microbatches, own_outputs
 
-__all__ = ["DistributedModel"]
+__all__ = ["DistributedModel", "options_for"]
+
 
 Hook = Callable[[Any, Any], Any]
 _OUTSIDE: Final = (
@@ -292,7 +302,7 @@ class DistributedModel(LocalParts):
         Raises:
             UnsupportedError: a hook of the user's own, or after the first step.
         """
-        config = comm_hooks.options_for(hook, self._engine.config)
+        config = options_for(hook, self._engine.config)
         if self.partitioned:
             raise UnsupportedError("`register_comm_hook` is called after the first step. Call it before.")
         if config != self._engine.config:
@@ -377,3 +387,25 @@ def _loss_of(value: StepValue) -> Tensor | None:
 
 def _has_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+def options_for(hook: Callable[..., Any], config: SMPConfig) -> SMPConfig:
+    """``config`` with what ``hook`` does.
+
+    Raises:
+        UnsupportedError: it is neither one of PyTorch's nor :func:`hierarchical_allreduce_hook`.
+    """
+    if hook is default_hooks.allreduce_hook:
+        return config
+    if hook is default_hooks.fp16_compress_hook:
+        return dataclasses.replace(config, reduce_dtype="float16")
+    if hook is default_hooks.bf16_compress_hook:
+        return dataclasses.replace(config, reduce_dtype="bfloat16")
+    if hook is hierarchical_allreduce_hook:
+        return dataclasses.replace(config, ddp_reduction="hierarchical")
+    name = getattr(hook, "__name__", type(hook).__name__)
+    raise UnsupportedError(
+        f"`register_comm_hook` got `{name}`, but gradients are summed over stages and shards as well, in buckets "
+        "that a hook of DistributedDataParallel does not know. Use `allreduce_hook`, `fp16_compress_hook` or "
+        "`bf16_compress_hook` of PyTorch, or change gradients between the step and `optimizer.step()`."
+    )

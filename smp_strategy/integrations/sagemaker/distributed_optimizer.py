@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.step_hooks import evaluated_once, hooks_around_step
+from smp_strategy.data_parallel.optimizer_state import evaluated_once, hooks_around_step
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     full_optimizer_state,

@@ -1,11 +1,29 @@
-"""``smp.init`` and ``smp.shutdown``: process group, configuration, and what is replaced in PyTorch during a run."""
+"""``smp.init`` and ``smp.shutdown``: process group, configuration, and what is replaced in PyTorch during a run.
 
+Parameters of wrapped models in PyTorch's own calls: gradient clipping, and optimizers that are not wrapped.
+
+``torch.nn.utils.clip_grad_norm_`` clips by the norm over the gradients of all ranks: a rank has those of its own part
+only, so PyTorch's function would clip each rank by a norm of its own. An optimizer that was not wrapped is refused: its
+gradients would not be final.
+
+Environment variables of SageMaker's containers: parameters, hosts, and the ranks that ``mpirun`` gives.
+
+SageMaker's toolkit passes the ``parameters`` of an estimator as ``SM_HP_MP_PARAMETERS``, and as ``mp_parameters`` among
+all hyperparameters in ``SM_HPS``. It starts one process per device with MPI. Hosts stand in ``SM_HOSTS``.
+Hyperparameters (``SM_HP_*``), data channels (``SM_CHANNEL_*``) and ``SM_MODEL_DIR`` are read by scripts themselves.
+"""
+
+import functools
+import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
@@ -14,7 +32,7 @@ from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.process_groups import carry_host_tensors
-from smp_strategy.errors import SMPError
+from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
     RunState,
     begin_current,
@@ -22,10 +40,8 @@ from smp_strategy.integrations.sagemaker.run_state import (
     end_current,
     is_initialized,
 )
-from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
-from smp_strategy.integrations.sagemaker.unwrapped_calls import GlobalClipping, refuse_unwrapped
 
-__all__ = ["choose_device", "ensure_process_group", "init", "shutdown"]
+__all__ = ["choose_device", "ensure_process_group", "init", "shutdown", "given_parameters", "set_launch_variables"]
 
 
 def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
@@ -60,7 +76,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     compare({**parameters, **options, **of_process()}, "`smp.init`")
     run = RunState(given, device)
     begin_current(run)
-    run.at_end += [GlobalClipping().remove, refuse_unwrapped(run)]
+    run.at_end += [GlobalClipping().remove, _refuse_unwrapped(run)]
 
 
 def shutdown() -> None:
@@ -93,3 +109,119 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+_PLACES: Final = (torch.nn.utils, torch.nn.utils.clip_grad)
+_NAME: Final = "clip_grad_norm_"
+
+
+@final
+class GlobalClipping:
+    """Replacement of PyTorch's function, until :meth:`remove`."""
+
+    def __init__(self) -> None:
+        self._before = [getattr(place, _NAME) for place in _PLACES]
+        replaced = _around(self._before[0])
+        for place in _PLACES:
+            setattr(place, _NAME, replaced)
+
+    def remove(self) -> None:
+        """Put PyTorch's function back."""
+        for place, before in zip(_PLACES, self._before, strict=True):
+            setattr(place, _NAME, before)
+
+
+def _around(original: Any) -> Any:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = {id(each) for each in given}
+        for optimizer in current_run().optimizers if is_initialized() else ():
+            engine = optimizer.model.engine
+            own = any(id(each) in known for each in optimizer.model.module.parameters())
+            if own and engine.partition is not None:
+                optimizer.make_final()
+                return engine.clip_grad_norm_(given, max_norm, float(norm_type))  # type: ignore[arg-type]
+        return original(given, max_norm, norm_type, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+def _refuse_unwrapped(run: RunState) -> Callable[[], None]:
+    """Refuse steps of optimizers that are not wrapped, until the function that is returned is called."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if run.shape.world_size == 1 or any(optimizer in (each, each.optimizer) for each in run.optimizers):
+            return
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for model in run.models:
+            if model.partitioned and any(id(each) in trained for each in model.module.parameters()):
+                name = type(optimizer).__name__
+                raise UnsupportedError(
+                    f"{name} steps without being wrapped, but its gradients are not final and its parameters are "
+                    "spread over the ranks. Wrap it: `optimizer = smp.DistributedOptimizer(optimizer)`."
+                )
+
+    return register_optimizer_step_pre_hook(check).remove
+
+
+_PARAMETERS, _ALL = "SM_HP_MP_PARAMETERS", "SM_HPS"
+# The toolkit's port.
+_PORT: Final = "7777"
+_OF_MPI: Final = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+def given_parameters(environ: Mapping[str, str]) -> Any:
+    """Parameters that the launcher gives: a dict, the path of a JSON file, or ``None``.
+
+    Raises:
+        ConfigError: a variable has no JSON.
+    """
+    text = environ.get(_PARAMETERS, "").strip()
+    if not text:
+        all_given = _json_in(environ, _ALL, {})
+        if not isinstance(all_given, Mapping):
+            raise ConfigError(f"{_ALL} must be a dict as JSON, but is {environ[_ALL]!r}. SageMaker's toolkit sets it.")
+        return _parsed(all_given.get("mp_parameters") or None)
+    return _parsed(text)
+
+
+def _parsed(given: Any) -> Any:
+    """Parameters that may be text: JSON or a path."""
+    if not isinstance(given, str) or not given.startswith(("{", '"')):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"{_PARAMETERS} must be a dict as JSON, or the path of a JSON file: {error}.") from error
+
+
+def set_launch_variables(environ: MutableMapping[str, str]) -> None:
+    """Set the variables of ``torchrun`` where ``mpirun`` has started the ranks.
+
+    Raises:
+        ConfigError: a variable of the toolkit has no JSON.
+    """
+    if "RANK" in environ or _OF_MPI["RANK"] not in environ:
+        return
+    for name, theirs in _OF_MPI.items():
+        if theirs in environ:
+            environ[name] = environ[theirs]
+    environ.setdefault("LOCAL_WORLD_SIZE", environ.get("SM_NUM_GPUS", "1"))
+    hosts = _json_in(environ, "SM_HOSTS", [])
+    environ.setdefault("MASTER_ADDR", hosts[0] if hosts else "127.0.0.1")
+    environ.setdefault("MASTER_PORT", _PORT)
+
+
+def _json_in(environ: Mapping[str, str], name: str, default: Any) -> Any:
+    try:
+        return json.loads(environ.get(name, "").strip() or "null") or default
+    except ValueError as error:
+        raise ConfigError(f"{name} must be JSON, as SageMaker's toolkit sets it: {error}.") from error

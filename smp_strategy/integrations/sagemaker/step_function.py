@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import current_run
-from smp_strategy.integrations.sagemaker.step_inputs import StepInputs, check_names
+from smp_strategy.integrations.sagemaker.step_values import StepInputs, check_names
 
 __all__ = ["MicrobatchLosses", "StepValue", "is_tracing", "losses_of_microbatch", "note_losses", "step"]
 
@@ -141,7 +141,7 @@ def step(
 
     Returns:
         A function that returns what ``func`` returns, with a
-        :class:`~smp_strategy.integrations.sagemaker.step_output.StepOutput` for each tensor and a list for each other
+        :class:`~smp_strategy.integrations.sagemaker.step_values.StepOutput` for each tensor and a list for each other
         value.
     """
     if func is None:

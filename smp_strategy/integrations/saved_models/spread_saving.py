@@ -21,10 +21,9 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from smp_strategy.checkpoint.file_plan import PlannedFile, PlannedTensor
-from smp_strategy.checkpoint.spread_state import SpreadState
+from smp_strategy.checkpoint.spread_state import PlannedFile, PlannedTensor, SpreadState
 from smp_strategy.checkpoint.stand_in import StandIn
-from smp_strategy.checkpoint.storage.write_errors import saving
+from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, FORMAT, Manifest
 from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_entries
-from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = [

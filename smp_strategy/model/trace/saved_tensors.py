@@ -1,18 +1,26 @@
-"""Saved activations of a call: bytes that autograd saves for backward, measured by saved-tensor hooks."""
+"""Saved activations of a call: bytes that autograd saves for backward, measured by saved-tensor hooks.
+
+``torch.func`` transforms inside of units, under saved-tensor hooks.
+
+PyTorch refuses ``torch.func.grad`` and its like where such hooks are set. Hooks that only observe are removed while a
+transform runs. Where tensors saved inside would be lost, the user gets an error with a remedy.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
+from smp_strategy.distributed.torch_private import outer_saved_tensor_hooks
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.flops import KernelTally, Product
-from smp_strategy.model.trace.func_transforms import stepping_aside
 from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.work import Effort, SavedBytes, StorageBytes
 
-__all__ = ["counting_saved", "watching_kept"]
+__all__ = ["counting_saved", "watching_kept", "without_transforms"]
 
 
 @contextmanager
@@ -92,5 +100,56 @@ def _noting(excluded: Iterable[Tensor], found: dict[int, int], look: Callable[[]
             found[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):
+    with _stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):
         yield
+
+
+@contextmanager
+def without_transforms(unit: str, why: str, remedy: str) -> Iterator[None]:
+    """Replace PyTorch's error for a transform in here by one with an explanation.
+
+    Args:
+        unit: Name of the running unit.
+        why: Reason for the hooks; follows "a unit" in the sentence.
+        remedy: A sentence.
+
+    Raises:
+        UnsupportedError: A transform was called.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{unit} is a unit {why}, which takes hooks on saved tensors, and PyTorch does not allow them around "
+            f"`torch.func.grad`, `vjp`, `jacrev` or `hessian`. {remedy}"
+        ) from error
+
+
+@contextmanager
+def _stepping_aside(hooks: graph.saved_tensors_hooks) -> Iterator[None]:
+    """Set ``hooks`` in here, except while a transform runs."""
+    disabled = graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disabled_without_ours(message: str) -> Iterator[None]:
+        top = outer_saved_tensor_hooks()
+        if top is None or top[0] is not hooks.pack_hook:
+            with disabled(message):
+                yield
+            return
+        hooks.__exit__()
+        try:
+            with disabled(message):
+                yield
+        finally:
+            hooks.__enter__()
+
+    # torch looks this function up whenever a transform begins.
+    vars(graph)["disable_saved_tensors_hooks"] = disabled_without_ours
+    try:
+        with hooks:
+            yield
+    finally:
+        vars(graph)["disable_saved_tensors_hooks"] = disabled

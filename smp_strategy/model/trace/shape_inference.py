@@ -7,7 +7,7 @@ that differ in sizes only are predicted by a formula (:mod:`smp_strategy.model.t
 
 The same dry run counts the costs of the call (:mod:`smp_strategy.model.trace.flops`, and bytes saved for backward) and
 finds out whether it draws random numbers. If the code reads a value, see [Note: assumed values] in
-:mod:`smp_strategy.model.trace.dispatch`.
+:mod:`smp_strategy.model.trace.fake_call`.
 """
 
 import dataclasses
@@ -24,30 +24,34 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.distributed.torch_private import plain_functions_and_modes
 from smp_strategy.errors import SMPError
-from smp_strategy.model.trace.call_sizes import shape_kind
-from smp_strategy.model.trace.context_containers import collector_key
-from smp_strategy.model.trace.dispatch import Meter, SharedTableError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
-from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, specs_inside, stand_in, tensors_of, tracked
+from smp_strategy.model.trace.fake_call import (
+    Meter,
+    SharedTableError,
+    call,
+    frozen_rng,
+    imitate,
+    specs_inside,
+    stand_in,
+    tensors_of,
+    tracked,
+)
 from smp_strategy.model.trace.flops import KernelTally
-from smp_strategy.model.trace.memoized import MemoizedFunctions, hide_fakes
-from smp_strategy.model.trace.opened_objects import without_validation
 from smp_strategy.model.trace.parametrize_cache import uncached
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
-from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
+from smp_strategy.model.trace.pytree import flatten_result, unflatten_call, without_validation
 from smp_strategy.model.trace.saved_tensors import watching_kept
-from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
-from smp_strategy.model.trace.size_formulas import SizeFormulas
+from smp_strategy.model.trace.side_effects import collector_key, contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.size_formulas import SizeFormulas, SymbolicSizes, shape_kind
 from smp_strategy.model.trace.snapshot import Snapshot
-from smp_strategy.model.trace.symbolic_sizes import SymbolicSizes
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
-from smp_strategy.model.trace.undo_variables import variables_of, variables_restored
+from smp_strategy.model.trace.undo_variables import MemoizedFunctions, hide_fakes, variables_of, variables_restored
 
 __all__ = ["ShapeInference"]
 
 # Shapes that change from batch to batch must not fill the memory.
 MOST_PREDICTIONS = 1 << 14
-# See [Note: assumed values] in `dispatch.py`: one, several, none; as truth values true, true, false.
+# See [Note: assumed values] in `fake_call.py`: one, several, none; as truth values true, true, false.
 ASSUMPTIONS = (1, 3, 0)
 
 _IS_TRAINING = attrgetter("training")

@@ -12,26 +12,53 @@ What is captured:
   because it would make them once more.
 * Arrays of numpy's and random generators.
 * Values of tensors in attributes that are no buffers, where asked for.
+
+Changes of containers past the methods that their class overrides.
+
+What a dry run or a turn of a microbatch has changed is put back by this package, not by the user. A class may refuse
+changes (a frozen configuration), or entries that exist already (a registry): such checks are for the user's code.
+
+Distinguish code and objects of the user from those of libraries.
 """
 
+import argparse
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import random
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from functools import partial
 from operator import is_
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.past_overrides import delete_item, refill, set_item
-from smp_strategy.model.trace.user_code import is_own_object
+__all__ = [
+    "Snapshot",
+    "containers_in",
+    "contents_of",
+    "fill",
+    "is_dataclass",
+    "is_same",
+    "replaced",
+    "delete_item",
+    "refill",
+    "set_item",
+    "set_items",
+    "stored",
+    "is_of_library",
+    "is_own_object",
+    "is_ours",
+]
 
-__all__ = ["Snapshot", "containers_in", "contents_of", "fill", "is_dataclass", "is_same", "replaced"]
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _ORDINARY = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict})
@@ -252,3 +279,88 @@ def _put_back(value: Any) -> Callable[[], object] | None:
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
     return None
+
+
+_BASES = (collections.OrderedDict, dict, list, set, collections.deque)
+
+
+def stored(mapping: Any) -> Any:
+    """Entries that a mapping holds: a plain dict of them if its class computes what it returns, else the mapping."""
+    overrides = isinstance(mapping, dict) and type(mapping).__getitem__ is not _base_of(mapping).__getitem__
+    return dict(dict.items(mapping)) if overrides else mapping
+
+
+def set_item(mapping: Any, key: Any, value: Any) -> None:
+    """Set an entry of a mapping."""
+    _base_of(mapping).__setitem__(mapping, key, value)
+
+
+def set_items(mapping: Any, values: Any) -> None:
+    """Set several entries of a mapping."""
+    if _base_of(mapping) is dict:
+        dict.update(mapping, values)
+        return
+    for key, value in values.items():
+        set_item(mapping, key, value)
+
+
+def delete_item(mapping: Any, key: Any) -> None:
+    """Delete an entry of a mapping."""
+    _base_of(mapping).__delitem__(mapping, key)
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, set, deque or dict other contents, in their order."""
+    base = _base_of(container)
+    base.clear(container)
+    if issubclass(base, dict):
+        set_items(container, contents)
+    elif issubclass(base, set):
+        base.update(container, contents)
+    else:
+        base.extend(container, contents)
+
+
+def _base_of(container: Any) -> Any:
+    return next((each for each in _BASES if isinstance(container, each)), type(container))
+
+
+# Folders of libraries, in this environment or in one that it extends.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+# Library classes whose objects have only the attributes that the user gives them.
+_BARE = (SimpleNamespace, argparse.Namespace)
+
+
+def is_of_library(defined: type | FunctionType | ModuleType) -> bool:
+    """Whether it is defined in an installed package, in Python's standard library or in this package."""
+    if isinstance(defined, ModuleType):
+        return _is_installed(defined.__name__)
+    if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
+        return False
+    return is_ours(defined) or _is_installed(defined.__module__)
+
+
+def is_ours(defined: type | FunctionType) -> bool:
+    """Whether this package defines it."""
+    return defined.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def is_own_object(value: Any) -> bool:
+    """Whether ``value`` is an object with attributes, of a class that the user has defined."""
+    if isinstance(value, _BARE):
+        return True
+    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes and not isinstance(value, (nn.Module, Tensor, type)) and not is_of_library(type(value))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+@functools.cache
+def _is_installed(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return True
+    return not _INSTALLED.isdisjoint(Path(file).parts) or any(Path(file).is_relative_to(each) for each in _libraries())

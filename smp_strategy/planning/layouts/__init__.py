@@ -2,10 +2,10 @@
 
 In reading order:
 
-* ``cluster``: devices, nodes and links, with the time of a ring.
-* ``job_layout``: degrees, microbatches and recomputation; all layouts of a cluster.
-* ``estimate``: seconds and bytes of a layout by category.
-* ``layout_search``: a rough estimate of all layouts, and the planner's for the best.
+* ``cluster``: devices, nodes and links, with the time of a ring; degrees, microbatches and recomputation of a job, and
+  all layouts of a cluster.
+* ``estimate``: seconds and bytes of a layout by category; a rough estimate of all layouts, and the planner's for the
+  best.
 
 All functions work on plain data; :mod:`smp_strategy.engine.layout_planning` traces the model.
 """

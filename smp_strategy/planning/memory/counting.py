@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
+from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.model.home_stages import home_of
-from smp_strategy.planning.memory.amounts import RankMemory
+from smp_strategy.model.ownership import home_of
+from smp_strategy.planning.memory.sharded import RankMemory
 
 __all__ = ["ShardedStorage", "count"]
 

@@ -8,6 +8,8 @@ values          gathered for each use: of the unit in use,   gathered once per s
 gradients       reduced early: of the unit in backward,      reduced when a pass ends:
                 and of those that are being reduced          of all units
 ==============  ===========================================  =========================
+
+Memory of one rank by kind of tensor: parameters, gradients, optimizer state, buffers.
 """
 
 from collections import deque
@@ -19,7 +21,8 @@ from typing import TypeVar, final
 from smp_strategy.data_parallel.flat_layout import FlatLayout, FlatParameter, UnitLayout
 from smp_strategy.planning.partition.problem import HeldBytes
 
-__all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
+__all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of", "RankMemory"]
+
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -130,3 +133,36 @@ def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLa
 
 def _unreduced(layout: UnitLayout) -> int:
     return sum(flat.full_gradient_bytes for flat in layout.flats if flat.is_trained)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes that a rank holds between steps."""
+
+    rank: int
+    stage: int
+    parameters: int
+    """Bytes of values that stay on the rank between uses."""
+    gathered: int
+    """Peak bytes of gathered values, which come and go."""
+    gradients: int
+    optimizer: int
+    """Bytes of optimizer state."""
+    buffers: int
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {
+            "parameters": self.parameters,
+            "gathered": self.gathered,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "buffers": self.buffers,
+        }
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.amounts.values())

@@ -17,8 +17,8 @@ from smp_strategy.config.sizes import show_count, show_seconds
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.output_file import write_atomically
-from smp_strategy.planning.partition.file import FORMAT
 from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Score, UnitCost
+from smp_strategy.planning.partition.user_partition import FORMAT
 
 __all__ = ["Partition", "PlacedUnit", "StageActivations", "StageLoad", "UnitActivations"]
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.planning.partition.branch_and_bound import Search
-from smp_strategy.planning.partition.evaluation import Evaluate, PartitionEvaluator, rounded
+from smp_strategy.planning.partition.branch_and_bound import Evaluate, PartitionEvaluator, Search, rounded
 from smp_strategy.planning.partition.problem import PartitionProblem, Promise, Score
 from smp_strategy.planning.partition.sagemaker_tree import segments
 

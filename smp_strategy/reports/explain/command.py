@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from smp_strategy.config.special_file import special_file
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.explanation import Explanation

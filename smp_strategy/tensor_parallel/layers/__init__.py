@@ -1,10 +1,8 @@
 """Parallel layers: dense layers whose class is replaced in place. In reading order:
 
 * ``base``: ``SplitLayer``, conversion between dense and split; checks of dense layers.
-* ``linear``: column- and row-parallel linear layers, vocabulary-parallel head.
-* ``conv``: the same for convolutions, with groups.
-* ``embedding``: embeddings by rows or by columns.
-* ``attention``: attention weights of some of the heads.
+* ``linear``: column- and row-parallel linear layers and convolutions, vocabulary-parallel head.
+* ``embedding``: embeddings by rows or by columns; attention weights of some of the heads.
 
 Their ``forward`` is in ``region``; ``nn.MultiheadAttention`` is in ``plan.torch_layers``.
 """

@@ -1,13 +1,10 @@
 """Plan of a split: which layers are split how. Sources in order of precedence, and what joins them. In reading order:
 
-* ``plan``: ``LayerBlock`` and ``SplitKind``, plain data; checks of sizes and heads.
-* ``patterns``: the user's option, styles by name pattern.
+* ``plan``: ``LayerBlock`` and ``SplitKind``, plain data; checks of sizes and heads; the report with reasons.
+* ``user_choices``: the user's option, styles by name pattern; modules that the user includes or excludes.
 * ``registry``: the user's classes with a split twin, ``tp_register``.
 * ``hugging_face``: table of known models, and the models' own plans.
 * ``torch_layers``: PyTorch's attention and transformer layers.
 * ``observed_pairs``: pairs of linear layers found by observing one step.
-* ``annotations``: modules that the user includes or excludes.
-* ``hooks``: user hooks that would see parts.
-* ``resolve``: one consistent decision from all of these.
-* ``split_report``: the decision as a table, with reasons.
+* ``resolve``: one consistent decision from all of these; hooks that would see parts.
 """

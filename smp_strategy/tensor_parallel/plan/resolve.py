@@ -5,19 +5,24 @@ known models, PyTorch's own layers, and observed pairs. A block is left out if t
 hooks would see its parts, an earlier source has taken some of its layers, sizes or numbers of heads do not allow it, a
 block that it is bonded with is left out, or a weight in it is tied to a layer that is not split alike. Each of these
 may leave out further blocks, so the checks are repeated until nothing changes.
+
+User hooks that would see parts of tensors; their layers stay whole.
+
+A hook on a gradient (``layer.weight.register_hook``) expects that of the whole weight, a hook on a layer whole
+activations. Between the layers of an observed pair activations look whole (:attr:`SplitKind.looks_whole`), and so they
+do outside of layers that gather their output or cut their input; inside a block of a known model they are parts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
-from smp_strategy.tensor_parallel.plan.hooks import hook_problem
 from smp_strategy.tensor_parallel.plan.hugging_face import is_from_transformers
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, cut_key, problem_of
 
-__all__ = ["SplitDecision", "choose"]
+__all__ = ["SplitDecision", "choose", "hook_problem"]
 
 
 @final
@@ -173,3 +178,53 @@ def _tied_problem(
 def _is_declared(layer: str, other: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether ``other`` is a Hugging Face head that lists the bias of its layer a second time, for old files."""
     return layer.rpartition(".")[0] == other and is_from_transformers(modules[other])
+
+
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hook_problem(block: LayerBlock, modules: Mapping[str, nn.Module]) -> str | None:
+    """Reason why hooks prevent the split of ``block``, or ``None``.
+
+    Args:
+        block: Block to be split.
+        modules: All modules by qualified name.
+    """
+    for layer, how in block.layers.items():
+        for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
+            is_cut = cut_key(modules[layer], how, own) is not None
+            if is_cut and any(_are_users(getattr(parameter, hooks, None)) for hooks in _OF_GRADIENTS):
+                return f"a hook on the gradient of `{layer}.{own}` would see a part of it"
+    for name in _among_parts(block, modules):
+        if any(_are_users(getattr(modules[name], hooks)) for hooks in _FORWARD):
+            return f"a hook on `{name}` would see parts of activations"
+    return None
+
+
+def _are_users(hooks: Mapping[int, Any] | None) -> bool:
+    """Whether one of ``hooks`` is not this package's own, which can handle parts."""
+    modules = [str(getattr(hook, "__module__", "")) for hook in (hooks or {}).values()]
+    return any(module.partition(".")[0] != "smp_strategy" for module in modules)
+
+
+def _among_parts(block: LayerBlock, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Modules that read or return parts which do not look whole."""
+    region = [name for name, how in block.layers.items() if _has_bare_parts(how)]
+    if not region:
+        return
+    yield from region
+    others = [name for name in modules if _is_in(name, block) and name not in block.layers]
+    # Activations and dropout: modules without parameters, children of the same modules as the layers of the block.
+    homes = {name.rpartition(".")[0] for name in region}
+    for name in others:
+        if name.rpartition(".")[0] in homes and next(modules[name].parameters(), None) is None:
+            yield name
+
+
+def _has_bare_parts(how: SplitKind) -> bool:
+    return how.style in ("column", "row", "inside") and not (how.looks_whole or how.is_whole_outside)
+
+
+def _is_in(name: str, block: LayerBlock) -> bool:
+    return name != "" and (not block.name or name.startswith(f"{block.name}."))

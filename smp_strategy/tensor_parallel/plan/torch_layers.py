@@ -21,7 +21,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
-from smp_strategy.tensor_parallel.region_boundary import enter
+from smp_strategy.tensor_parallel.region import enter
 from smp_strategy.tensor_parallel.region_rng import RegionRng
 
 __all__ = ["ParallelMultiheadAttention", "torch_blocks"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.torch_private import plain_functions
-from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.sharded_tensor.operations import operate

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.plan.split_report import SplitReport
+from smp_strategy.tensor_parallel.plan.plan import SplitReport
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import smp_strategy
-from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential
+from smp_strategy.activations.submodules import checkpoint_sequential
 from smp_strategy.errors import ConfigError
 from tests.unit.activations.calls import WIDTH, Mlp, gradients
 

@@ -5,9 +5,8 @@ import copy
 import pytest
 from torch import nn
 
-from smp_strategy.activations.annotations import set_activation_checkpointing
 from smp_strategy.activations.policy import ActivationPolicy
-from smp_strategy.activations.selection import choose
+from smp_strategy.activations.selection import choose, set_activation_checkpointing
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.units import choose_units

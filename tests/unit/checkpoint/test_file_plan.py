@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_strategy.checkpoint.file_plan import (
+from smp_strategy.checkpoint.spread_state import (
     PlannedFile,
     PlannedTensor,
     assign_writers,

@@ -6,8 +6,7 @@ import logging
 import pytest
 
 from smp_strategy import ConfigError, SMPConfig
-from smp_strategy.config.sagemaker_keys import V1, V2
-from smp_strategy.config.sagemaker_options import read_sagemaker
+from smp_strategy.config.sagemaker_options import V1, V2, read_sagemaker
 
 ESTIMATOR = {
     "smdistributed": {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smp_strategy.config.start_folder import STARTED_IN, started_in
+from smp_strategy.config.special_paths import STARTED_IN, started_in
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
-from smp_strategy.data_parallel.resting import RestingGuard
+from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import guard_of
 from tests.pieces import pieces_shown

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.parameter_broadcast import ParameterBroadcast
+from smp_strategy.data_parallel.zero1 import ParameterBroadcast
 
 
 class Post:

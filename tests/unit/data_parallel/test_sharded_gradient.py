@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
+from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.errors import UnsupportedError
 
 START, STOP = 5, 17

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.staging import StagingBuffers
+from smp_strategy.checkpoint.storage.async_save import StagingBuffers
 from smp_strategy.distributed import host_copies
 from smp_strategy.distributed.host_copies import HostCopies
 

@@ -12,10 +12,8 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.layout_planning import LayoutPlanner
 from smp_strategy.engine.offline_planning import surveyed
-from smp_strategy.planning.layouts.cluster import Cluster
-from smp_strategy.planning.layouts.estimate import rough
-from smp_strategy.planning.layouts.job_layout import JobLayout
-from smp_strategy.planning.layouts.layout_search import why_slower
+from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
+from smp_strategy.planning.layouts.estimate import rough, why_slower
 from tests.warm import warm_up
 
 CLUSTER = Cluster.read("2x4xa100")

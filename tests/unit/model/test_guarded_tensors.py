@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import Guard, guard_of, placeholder, unwatch, watch
-from smp_strategy.model.home_stages import HomeStages, HookAccess, bring_back, send_away
+from smp_strategy.model.ownership import HomeStages, HookAccess, bring_back, send_away
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 

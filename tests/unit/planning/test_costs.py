@@ -5,8 +5,8 @@ import torch
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.model.trace.device_model import Measured
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.measured_costs import Measured
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning import costs
 from smp_strategy.planning.costs import Costs, find_costs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.precision.casting import Casting
+from smp_strategy.precision.mixed_precision import Casting
 
 Pair = namedtuple("Pair", "left right")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
-from smp_strategy.data_parallel.unscale import unscale_gradients
+from smp_strategy.data_parallel.grad_norm import unscale_gradients
+from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 from smp_strategy.precision.loss_scale import ScalingRules

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.planning.memory.amounts import RankMemory
+from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_report import MemoryReport
 from tests.unit.reports.pages import Page

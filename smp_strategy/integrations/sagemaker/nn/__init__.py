@@ -2,20 +2,21 @@
 
 In reading order::
 
-    distributed_layers.py   DistributedLinear, DistributedEmbedding, FusedLayerNorm
-    attention_layers.py     DistributedAttentionLayer, FlashAttentionLayer
-    transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead
-    replaced_layers.py      Hugging Face's models, in which SageMaker's library puts these layers
+    attention_layers.py     DistributedLinear, DistributedEmbedding, FusedLayerNorm; DistributedAttentionLayer,
+                            FlashAttentionLayer
+    transformer_layers.py   DistributedTransformerLayer, -OutputLayer, DistributedTransformer, -LMHead;
+                            Hugging Face's models, in which SageMaker's library puts these layers
     huggingface.py          translations of state dicts, which change nothing
 
 Sizes are those of the whole layer. Parameters keep their whole names and shapes in all state dicts.
 """
 
 from smp_strategy.integrations.sagemaker.nn import huggingface
-from smp_strategy.integrations.sagemaker.nn.attention_layers import DistributedAttentionLayer, FlashAttentionLayer
-from smp_strategy.integrations.sagemaker.nn.distributed_layers import (
+from smp_strategy.integrations.sagemaker.nn.attention_layers import (
+    DistributedAttentionLayer,
     DistributedEmbedding,
     DistributedLinear,
+    FlashAttentionLayer,
     FusedLayerNorm,
 )
 from smp_strategy.integrations.sagemaker.nn.transformer_layers import (

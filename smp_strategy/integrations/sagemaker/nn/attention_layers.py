@@ -1,20 +1,26 @@
-"""Attention under SageMaker's names.
+"""Attention, linear layer, embedding and layer norm under SageMaker's names.
 
 Masks are tensors of zeros and ones, of which a one is a position that nobody attends to.
 """
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.sagemaker.nn.distributed_layers import initialised
-from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism
+from smp_strategy.tensor_parallel.plan.user_choices import set_tensor_parallelism
 
-__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "alibi"]
+__all__ = [
+    "DistributedAttentionLayer",
+    "FlashAttentionLayer",
+    "DistributedEmbedding",
+    "DistributedLinear",
+    "FusedLayerNorm",
+    "initialised",
+]
 
 
 def alibi(num_heads: int, length: int, most: float, like: Tensor) -> Tensor:
@@ -176,3 +182,75 @@ class DistributedAttentionLayer(nn.Module):
             ahead = torch.ones(query.size(2), key.size(2), dtype=query.dtype, device=query.device).triu(1) * least
             bias = ahead if bias is None else (bias + ahead).clamp_min(least)
         return bias
+
+
+_RANGE: Final = 0.02
+
+
+class DistributedLinear(nn.Linear):
+    """A linear layer whose split is enabled.
+
+    Args:
+        in_features, out_features: sizes of the whole layer.
+        bias: whether there is a bias.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        set_tensor_parallelism(self)
+
+
+class DistributedEmbedding(nn.Embedding):
+    """An embedding whose split is enabled.
+
+    Args:
+        num_embeddings, embedding_dim: sizes of the whole table.
+        padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight: as of ``nn.Embedding``.
+        initializer_range: standard deviation of the initial values.
+        _skip_allgather, _skip_scatter_and_merge: accepted; they are about SageMaker's messages.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        initializer_range: float = _RANGE,
+        _skip_allgather: bool = False,
+        _skip_scatter_and_merge: bool = False,
+    ) -> None:
+        self._range = initializer_range
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight
+        )
+        set_tensor_parallelism(self)
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values."""
+        nn.init.normal_(self.weight, std=self._range)
+        self._fill_padding_idx_with_zero()
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """PyTorch's layer norm, which is one kernel already.
+
+    Args:
+        normalized_shape, eps, elementwise_affine: as of ``nn.LayerNorm``.
+    """
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+def initialised(layer: nn.Linear, initializer_range: float, *, normal: bool) -> nn.Linear:
+    """Draw the initial values of a layer: normal with that deviation, or PyTorch's; returns it."""
+    if normal:
+        with torch.no_grad():
+            nn.init.normal_(layer.weight, std=initializer_range)
+            nn.init.zeros_(layer.bias)
+    return layer

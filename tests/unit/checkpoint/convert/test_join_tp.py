@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from smp_strategy.checkpoint.convert.contents import LazyTensor
-from smp_strategy.checkpoint.convert.join_tp import cut_dim, join_parts, union
-from smp_strategy.checkpoint.convert.read_sagemaker import flat_weights, shapes_in
+from smp_strategy.checkpoint.convert.read_sagemaker import cut_dim, flat_weights, join_parts, shapes_in, union
 from smp_strategy.errors import CheckpointError
 
 

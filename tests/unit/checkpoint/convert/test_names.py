@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp_strategy.checkpoint.convert.contents import LazyTensor
-from smp_strategy.checkpoint.convert.layouts import parameter_shapes, read_optimizer
-from smp_strategy.checkpoint.convert.names import (
+from smp_strategy.checkpoint.convert.layouts import (
     add_prefix,
     add_tied,
     find_parameters,
     find_prefix,
     named_groups,
     numbered_groups,
+    parameter_shapes,
+    read_optimizer,
     strip_prefix,
 )
 from smp_strategy.errors import CheckpointError

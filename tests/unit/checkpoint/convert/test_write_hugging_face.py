@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
-from smp_strategy.checkpoint.convert.write_hugging_face import (
+from smp_strategy.checkpoint.convert.writers import (
     copy_configuration,
     hugging_face_weights,
     main_dtype,

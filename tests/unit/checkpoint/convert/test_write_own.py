@@ -8,7 +8,7 @@ import torch
 from smp_strategy.checkpoint.convert import safetensors as safetensors_files
 from smp_strategy.checkpoint.convert.contents import LazyTensor
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
-from smp_strategy.checkpoint.convert.write_own import Scratch, save_full, save_sharded
+from smp_strategy.checkpoint.convert.writers import Scratch, save_full, save_sharded
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.integrations.lightning.checkpoint_content import split_checkpoint

@@ -4,10 +4,9 @@ import shutil
 import pytest
 import torch
 
-from smp_strategy.checkpoint.storage.fallback import advice, previous
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.verify import problems_of
+from smp_strategy.checkpoint.storage.verify import advice, previous, problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smp_strategy.checkpoint.storage.file_runs import FileRuns
+from smp_strategy.checkpoint.storage.weight_file import FileRuns
 from smp_strategy.errors import CheckpointError
 
 TENSORS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smp_strategy.checkpoint.storage.folder_digests import describe, verify
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, Manifest
+from smp_strategy.checkpoint.storage.verified_reads import describe, verify
 from smp_strategy.errors import CheckpointError
 
 

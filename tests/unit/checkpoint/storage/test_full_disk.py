@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
-from smp_strategy.checkpoint.convert.write_hugging_face import export_safetensors
-from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
+from smp_strategy.checkpoint.convert.writers import export_safetensors, save_full, save_sharded
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
+from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.saved_models import state_folders as folders

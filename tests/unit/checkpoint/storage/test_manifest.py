@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from smp_strategy.checkpoint.storage.checksums import digest
-from smp_strategy.checkpoint.storage.manifest import _END, _LAST, Manifest, Region, is_plain_name
+from smp_strategy.checkpoint.storage.manifest import _END, _LAST, Manifest, Region, digest, is_plain_name
 from smp_strategy.errors import CheckpointError
 
 MANIFEST = Manifest(

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from smp_strategy.checkpoint.storage import reader as scattering
 from smp_strategy.checkpoint.storage import reader as stored
-from smp_strategy.checkpoint.storage import reshard as scattering
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
 from smp_strategy.checkpoint.storage.verify import problems_of

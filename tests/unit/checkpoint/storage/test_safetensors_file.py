@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from smp_strategy.checkpoint.storage.safetensors_file import SafetensorsFile, header_of
+from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile, header_of
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import UnsupportedError
 

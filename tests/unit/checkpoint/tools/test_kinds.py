@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smp_strategy.checkpoint.storage.folder_digests import describe
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
+from smp_strategy.checkpoint.storage.verified_reads import describe
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.cli import main
 

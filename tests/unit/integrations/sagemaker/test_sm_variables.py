@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smp_strategy import ConfigError
-from smp_strategy.integrations.sagemaker.sm_variables import given_parameters, set_launch_variables
+from smp_strategy.integrations.sagemaker.initialize import given_parameters, set_launch_variables
 
 
 def test_parameters_are_a_dict_or_a_path():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.context_containers import additions, collector_key, put_into_collectors
+from smp_strategy.model.trace.side_effects import additions, collector_key, put_into_collectors
 
 COLLECTED: ContextVar[Any] = ContextVar("collected")
 NAMESAKE: ContextVar[Any] = ContextVar("collected")

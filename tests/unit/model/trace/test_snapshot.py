@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp_strategy.model.trace.snapshot import Snapshot, contents_of, fill
-from smp_strategy.model.trace.undo_iterators import iterators_rewound
+from smp_strategy.model.trace.undo_variables import iterators_rewound
 
 
 class Meter:

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Link
-from smp_strategy.planning.layouts.cluster import DEVICES, LINK_SHARE, Cluster
-from smp_strategy.planning.layouts.job_layout import JobLayout, layouts_on
+from smp_strategy.planning.layouts.cluster import DEVICES, LINK_SHARE, Cluster, JobLayout, layouts_on
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn, optim
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.model.guarded_tensors import watch
-from smp_strategy.model.home_stages import HomeStages, HookAccess, send_away
+from smp_strategy.model.ownership import HomeStages, HookAccess, send_away
 from smp_strategy.planning.memory.counting import count
 from tests.unit.data_parallel.world import World
 

@@ -10,8 +10,7 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
 from smp_strategy.model.units import choose_units
 from smp_strategy.planning.memory.model import ModelMemory, ShardingOf, holdings_of
 from smp_strategy.planning.memory.sharded import FlatGroup, flat_groups
-from smp_strategy.planning.partition.from_trace import chain_of, problem_of
-from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Setting, chain_of, problem_of
 from tests.parity.models import MODELS, Text
 from tests.pieces import pieces_shown
 from tests.unit.data_parallel.world import World

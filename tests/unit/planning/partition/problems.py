@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.from_trace import problem_of
-from smp_strategy.planning.partition.problem import HeldBytes, InFlight, PartitionProblem, Promise, Score, Setting
+from smp_strategy.planning.partition.problem import (
+    HeldBytes,
+    InFlight,
+    PartitionProblem,
+    Promise,
+    Score,
+    Setting,
+    problem_of,
+)
 from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy

@@ -7,7 +7,7 @@ import pytest
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.output_file import write_atomically
-from smp_strategy.planning.partition.file import read_partition
+from smp_strategy.planning.partition.user_partition import read_partition
 
 SIZES = {"embed": 100, "blocks.0": 10, "blocks.1": 10, "head": 100}
 

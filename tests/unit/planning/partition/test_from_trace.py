@@ -4,8 +4,7 @@ import pytest
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.from_trace import chain_of, problem_of
-from smp_strategy.planning.partition.problem import HeldBytes, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, Setting, chain_of, problem_of
 from tests.unit.planning.partition.problems import chain
 
 PARAMETERS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.planning.partition.manual import ByHand
+from smp_strategy.planning.partition.user_partition import ByHand
 
 UNITS = ["embed", "blocks.0", "blocks.1", "blocks.1x", "head"]
 

@@ -6,9 +6,8 @@ import pytest
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.partition.problem import HeldBytes, Score, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, Score, Setting, problem_of
 from tests.unit.planning.partition.problems import chain
 
 TIED = HeldBytes(100, 100, 200)

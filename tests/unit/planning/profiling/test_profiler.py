@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_strategy.model.trace.device_model import Machine, modelled_work
-from smp_strategy.model.trace.measured_costs import with_measured_bytes, work_of
+from smp_strategy.model.trace.device_model import Machine, modelled_work, with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling import profiler
-from smp_strategy.planning.profiling.profiler import MeasuringOptions, assign, measure, relative_speeds
-from smp_strategy.planning.profiling.unit_benchmark import Sample
+from smp_strategy.planning.profiling.profiler import MeasuringOptions, Sample, assign, measure, relative_speeds
 from tests.parity.models import Text, batch_for
 from tests.unit.planning.profiling.surveyed import CPU, survey
 

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from smp_strategy.model.trace.prediction import Callee
-from smp_strategy.planning.profiling import unit_benchmark
+from smp_strategy.planning.profiling import profiler
+from smp_strategy.planning.profiling.profiler import measure_alone
 from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
-from smp_strategy.planning.profiling.unit_benchmark import measure_alone
 from tests.unit.planning.profiling.surveyed import CPU, survey
 
 MILLISECOND = 1e-3
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(unit_benchmark, "time", clock)
+    monkeypatch.setattr(profiler, "time", clock)
     return clock
 
 
@@ -341,4 +341,4 @@ class Unsteady(nn.Linear):
 def test_how_much_times_differ_is_measured(clock):
     # Two thirds of them are 10 ms from the median.
     found = measured(Unsteady(clock), real(4, 4), times=True).spread_seconds
-    assert found == pytest.approx(unit_benchmark.NORMAL * 10 * MILLISECOND)
+    assert found == pytest.approx(profiler.NORMAL * 10 * MILLISECOND)

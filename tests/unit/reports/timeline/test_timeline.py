@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.errors import ConfigError
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action, Plan

@@ -5,7 +5,7 @@ from torch import nn
 
 import smp_strategy
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.plan.annotations import disabled, set_tensor_parallelism, tensor_parallelism
+from smp_strategy.tensor_parallel.plan.user_choices import disabled, set_tensor_parallelism, tensor_parallelism
 
 
 def off(module):

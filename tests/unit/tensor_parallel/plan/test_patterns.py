@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.plan.patterns import heads_explained, pattern_blocks
 from smp_strategy.tensor_parallel.plan.plan import SplitKind
+from smp_strategy.tensor_parallel.plan.user_choices import heads_explained, pattern_blocks
 
 
 class Mlp(nn.Module):

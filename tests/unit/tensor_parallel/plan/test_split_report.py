@@ -1,7 +1,7 @@
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.plan.split_report import LayerLine, SplitReport
+from smp_strategy.tensor_parallel.plan.plan import LayerLine, SplitReport
 
 
 def test_layers_that_are_alike_are_one_line_with_ranges_of_numbers():

@@ -1,21 +1,23 @@
-"""Partition files: JSON written by one job, edited by people, and loaded by another job.
+"""Partitions that users give: files, which a job writes, people edit and another job loads; and stages set by hand.
 
 Only the stage of each unit is taken from the file. Costs are there for the reader, and the loading job computes its
 own; the order of the units is that of execution and does not matter. The numbers of parameters are compared, to refuse
 a partition for a model of another size.
+
+Manual partition: a unit's stage is that of the nearest enclosing module with a stage set by the user.
 """
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final, get_args
 
 from smp_strategy.activations.policy import ActivationPolicies, ActivationPolicy, Recompute
 from smp_strategy.errors import ConfigError
-from smp_strategy.planning.partition.manual import stage_problems
 
-__all__ = ["FORMAT", "SavedPartition", "read_partition"]
+__all__ = ["FORMAT", "read_partition", "ByHand", "some"]
+
 
 FORMAT = 1
 """Version of the file format; it changes when an older reader would misunderstand the file."""
@@ -53,7 +55,7 @@ class SavedPartition:
         """
         problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(num_parameters)
         is_empty = not num_parameters and num_stages == 1  # a model that cannot be cut
-        problems = [problem] if problem else [] if is_empty else stage_problems(self.stage_of, num_stages)
+        problems = [problem] if problem else [] if is_empty else _stage_problems(self.stage_of, num_stages)
         if problems:
             raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
         return {name: self.stage_of[name] for name in num_parameters}
@@ -152,3 +154,87 @@ def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
         words = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
         raise ConfigError(f"`{key}` of {where} must be {words[kind]}, but is {value!r}.")
     return value
+
+
+# Names shown in a message.
+MOST_NAMES = 3
+
+
+@final
+@dataclass(frozen=True)
+class ByHand:
+    """Stages of modules, by qualified name; ``""`` is the whole model."""
+
+    stages: Mapping[str, int]
+    default: int | None = None
+    """The stage of everything else."""
+
+    def stage_of(self, name: str) -> int | None:
+        """Stage of the module ``name``: its own, or that of the nearest module around it that has one."""
+        around = (above for above in (name, *_above(name)) if above in self.stages)
+        nearest = next(around, None)
+        return self.default if nearest is None else self.stages[nearest]
+
+    def outermost(self) -> list[str]:
+        """Names of the modules with a stage and no enclosing module with one."""
+        return [name or "the model" for name in self.stages if not any(above in self.stages for above in _above(name))]
+
+    def place(self, units: Sequence[str], num_stages: int) -> dict[str, int]:
+        """Stage of every unit.
+
+        Raises:
+            ConfigError: a stage does not exist or has no unit, or a unit has no stage.
+        """
+        if not units and num_stages == 1:  # a bare layer, say, leaves nothing to place
+            return {}
+        placed = {name: self.stage_of(name) for name in units}
+        lost = [name for name, stage in placed.items() if stage is None]
+        problems = []
+        if lost:
+            problems.append(
+                f"`auto_partition` is False, and nobody has placed {some(lost)}. Place what is left with "
+                "`smp_strategy.set_partition(module, stage)`, or give `default_partition`."
+            )
+        found = {name: stage for name, stage in placed.items() if stage is not None}
+        problems += _stage_problems(found, num_stages)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def _above(name: str) -> Iterator[str]:
+    """Names of the enclosing modules of ``name``, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _stage_problems(stage_of: Mapping[str, int], num_stages: int) -> list[str]:
+    """Error texts for stages that do not exist and for stages without a unit."""
+    problems = []
+    for wrong in sorted({stage for stage in stage_of.values() if not 0 <= stage < num_stages}):
+        names = [name for name, stage in stage_of.items() if stage == wrong]
+        problems.append(
+            f"{some(names)} {'is' if len(names) == 1 else 'are'} placed on stage {wrong}, but with "
+            f"{num_stages} stages these are numbered 0 to {num_stages - 1}. Choose one of them, or another "
+            "`pipeline_parallel_degree`."
+        )
+    empty = sorted(set(range(num_stages)) - set(stage_of.values()))
+    if empty and not stage_of:
+        problems.append(
+            f"No unit is on stage {', '.join(map(str, empty))}, because the model cannot be cut into units. Set "
+            "`pipeline_parallel_degree=1`."
+        )
+    elif empty:
+        problems.append(
+            f"No unit is on stage {', '.join(map(str, empty))}. Place one of {some(list(stage_of))} there, or choose "
+            "a smaller `pipeline_parallel_degree`."
+        )
+    return problems
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of ``names`` for a message."""
+    shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+    rest = len(names) - MOST_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

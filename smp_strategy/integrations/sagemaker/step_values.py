@@ -1,0 +1,357 @@
+"""Inputs and outputs of a step: how tensors are cut into microbatches, and joined.
+
+Every tensor among the arguments of a function with ``@smp.step`` is cut along dim 0, also inside of containers, unless
+its argument is named in ``non_split_inputs``, or in ``input_split_axes`` with another dim. An object with a method
+``smp_slice(num_microbatches, microbatch, axis)`` cuts itself. Everything else goes whole to each microbatch.
+
+The engine cuts a dict of tensors along dim 0. So the tensors are taken out of the arguments, with their dim in front,
+and put back for each microbatch.
+
+Batches of a replica's ranks, which must be the same.
+
+In SageMaker's library the first rank of a replica runs the step function, so what the other ranks have read does not
+matter. Here all ranks run it, each with its own inputs. A loader that shuffles without a common seed would give each
+stage other samples, without any error. So ranks compare what they have read. If it differs, the first rank sends its
+inputs to the others from then on, as if it ran the function alone.
+
+Step output: a tensor of each microbatch, and ways to join them.
+
+The result of a function with ``@smp.step`` keeps its structure: tuples, lists, dicts and other containers stay what
+they are, each tensor in them becomes a :class:`StepOutput`, and any other value a list with one item per microbatch.
+A container that differs between microbatches (another length, say) is such a value, too.
+
+Outputs of this rank's own samples, where the ranks of a tensor-parallel group read samples of their own.
+
+With ``prescaled_batch=False`` a step computes the samples of the whole tensor-parallel group, in the order of the ranks
+(:mod:`smp_strategy.tensor_parallel.joint_batch`). Tensors with one entry per sample are cut down to this rank's
+samples, and cut into as many microbatches again. Others, such as losses, belong to the samples of all of these ranks.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.same_inputs import digest_of
+from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.sagemaker.run_state import RunState
+from smp_strategy.model.samples import find_samples
+from smp_strategy.model.trace.pytree import flatten, flatten_output, is_opened_value
+from smp_strategy.pipeline.microbatch import sizes_of
+
+__all__ = ["StepInputs", "check_names", "SameBatches", "StepOutput", "over_microbatches", "own_outputs"]
+
+
+class _Place(NamedTuple):
+    """Place of a leaf that is cut."""
+
+    argument: int
+    leaf: int
+    axis: int
+
+
+@final
+class _Slicer:
+    """Object that cuts itself, along a given axis."""
+
+    def __init__(self, inner: Any, axis: int) -> None:
+        self._inner = inner
+        self._axis = axis
+
+    def smp_slice(self, num_microbatches: int, microbatch: int, axis: int) -> Any:
+        """Part of the object."""
+        return self._inner.smp_slice(num_microbatches, microbatch, self._axis)
+
+
+@final
+class StepInputs:
+    """Arguments of a call of a step.
+
+    Args:
+        signature: of the function.
+        args, kwargs: the arguments.
+        whole: names of arguments that are not cut.
+        axes: dim along which others are cut, by name.
+
+    Attributes:
+        batch: what is cut, by names that messages show.
+    """
+
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        whole: Collection[str],
+        axes: Mapping[str, int],
+    ) -> None:
+        signature.bind(*args, **kwargs)  # raises the error of Python
+        self._num_positional, self._names = len(args), list(kwargs)
+        named = [*zip(_positional_names(signature, len(args)), args, strict=True), *kwargs.items()]
+        self._flat = [_flattened(value) for _, value in named]
+        self.batch: dict[str, Any] = {}
+        self._places: dict[str, _Place] = {}
+        for number, (name, _) in enumerate(named):
+            if name in whole:
+                continue
+            axis, leaves = axes.get(name, 0), self._flat[number][0]
+            for position, leaf in enumerate(leaves):
+                if (cut := _cut(leaf, axis)) is not None:
+                    key = name if len(leaves) == 1 else f"{name}.{position}"
+                    self.batch[key] = cut
+                    self._places[key] = _Place(number, position, axis)
+
+    def call(self, function: Callable[..., Any], microbatch: Mapping[str, Any]) -> Any:
+        """Call ``function`` with the arguments of a microbatch."""
+        flat = [list(leaves) for leaves, _ in self._flat]
+        for key, (argument, leaf, axis) in self._places.items():
+            value = microbatch[key]
+            if isinstance(value, _Slicer):  # the batch is one microbatch, which nobody has cut
+                value = value.smp_slice(1, 0, axis)
+            is_moved = axis and isinstance(value, Tensor) and value.ndim > axis
+            flat[argument][leaf] = value.movedim(0, axis) if is_moved else value
+        values = [
+            pytree.tree_unflatten(leaves, structure) for leaves, (_, structure) in zip(flat, self._flat, strict=True)
+        ]
+        positional, named = values[: self._num_positional], values[self._num_positional :]
+        return function(*positional, **dict(zip(self._names, named, strict=True)))
+
+    def described(self) -> tuple[Any, ...]:
+        """Key of calls that probably take the same path: kinds of the arguments, flags and words among them."""
+        return tuple((tuple(map(_described, leaves)), str(structure)) for leaves, structure in self._flat)
+
+
+def check_names(function: Callable[..., Any], names: Collection[str], option: str) -> None:
+    """Refuse names in ``option`` that are no arguments of ``function``."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    if unknown := sorted(set(names) - set(parameters)):
+        raise ConfigError(
+            f"`{option}` names {', '.join(unknown)}, which `{function.__name__}` has no argument for. It has: "
+            f"{', '.join(parameters) or 'none'}."
+        )
+
+
+def _positional_names(signature: inspect.Signature, number: int) -> list[str]:
+    def names() -> Iterator[str]:
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                while True:
+                    yield name
+            yield name
+
+    found = names()
+    return [next(found) for _ in range(number)]
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any]:
+    if isinstance(value, PackedSequence):
+        return pytree.tree_flatten(value, lambda node: isinstance(node, PackedSequence))
+    if isinstance(value, set | frozenset) and any(isinstance(item, Tensor) for item in value):
+        raise ConfigError(
+            "A step got a set of tensors, whose order differs between ranks. Give a list or a tuple instead."
+        )
+    return flatten_output(value)
+
+
+def _cut(leaf: Any, axis: int) -> Any:
+    """Tensor of a leaf that is cut along dim 0; ``None``: none."""
+    if isinstance(leaf, Tensor):
+        return leaf.movedim(axis, 0) if axis and leaf.ndim > axis else leaf
+    if isinstance(leaf, PackedSequence):
+        return leaf
+    return _Slicer(leaf, axis) if hasattr(leaf, "smp_slice") else None
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, bool | str | type(None)):
+        return leaf
+    return type(leaf).__qualname__, getattr(leaf, "training", None)
+
+
+_DOING: Final = "a step with `@smp.step`"
+# On an accelerator, reading values waits for all work, so that only the first calls and some later ones compare.
+_FIRST, _EVERY = 8, 64
+_NOTE: Final = (
+    "The ranks of a replica have read different batches. As in SageMaker's library, those of its first rank are used, "
+    "which is sent to the others in each step. To save that, let all of them read the same: `DistributedSampler(..., "
+    "num_replicas=smp.dp_size(), rank=smp.dp_rank())`, or a generator with the same seed on all ranks."
+)
+
+
+@final
+class SameBatches:
+    """Makes the inputs of a step equal on the ranks of a replica.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        # Ranks that split layers between them may have read samples of their own.
+        kind = "mp" if run.config.prescaled_batch else "pp"
+        self._members = run.members(kind)
+        self._group = run.process_group(kind)
+        self._num_calls = 0
+        self._sends = False
+
+    def of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Inputs of the first rank of the replica. Collective over its ranks."""
+        if len(self._members) == 1:
+            return batch
+        self._num_calls += 1
+        if not self._sends and self._compares(batch):
+            digests = collectives.gather_numbers(digest_of(batch).number, _DOING, self._group)
+            if len(set(digests)) > 1:
+                self._sends = True
+                self._run.note(_NOTE)
+        return self._sent(batch) if self._sends else batch
+
+    def _compares(self, batch: dict[str, Any]) -> bool:
+        is_cheap = all(value.device.type == "cpu" for value in batch.values() if isinstance(value, Tensor))
+        return is_cheap or self._num_calls <= _FIRST or self._num_calls % _EVERY == 0
+
+    def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
+        is_first = dist.get_rank() == self._members[0]
+        own = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)} if is_first else {}
+        found = collectives.tell(own, self._members[0], _DOING, self._group)
+        device = self._run.device
+        return {
+            name: found[name].to(device if value.device.type != "cpu" else "cpu") if name in found else value
+            for name, value in batch.items()
+        }
+
+
+@final
+class StepOutput:
+    """A tensor of each microbatch of a step, detached, with equal values on all ranks of a replica.
+
+    Args:
+        outputs: the tensors.
+        sizes: number of samples in each microbatch; ``()``: all are equal.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], sizes: Sequence[int] = ()) -> None:
+        self._outputs = list(outputs)
+        self._sizes = tuple(sizes)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The tensors, in the order of the microbatches."""
+        return self._outputs
+
+    def reduce_mean(self) -> Tensor:
+        """Mean over the microbatches, weighted by their samples if a batch could not be divided evenly."""
+        if len(set(self._sizes)) <= 1:
+            return self.reduce_sum() / len(self._outputs)
+        total = sum(self._sizes)
+        return _added([output * (size / total) for output, size in zip(self._outputs, self._sizes, strict=True)])
+
+    def reduce_sum(self) -> Tensor:
+        """Sum over the microbatches."""
+        return _added(self._outputs)
+
+    def concat(self) -> Tensor:
+        """All samples, along dim 0."""
+        return torch.cat(self._outputs)
+
+    def stack(self) -> Tensor:
+        """The tensors along a new dim 0."""
+        return torch.stack(self._outputs)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self._outputs!r})"
+
+
+def _added(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum, in the order of the microbatches."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join the results of microbatches: tensors become a :class:`StepOutput` each, other values lists.
+
+    Args:
+        results: result of each microbatch.
+        sizes: number of samples in each.
+    """
+    flat = [flatten(result, _is_size, is_opened_value) for result in results]
+    if any(structure != flat[0][1] for _, structure in flat):
+        flat = [_opened(result) for result in results]
+    structure = flat[0][1]
+    if structure.is_leaf() or any(other != structure for _, other in flat):
+        return _joined(results, sizes)
+    joined = [over_microbatches(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _opened(result: Any) -> tuple[list[Any], Any]:
+    """Direct contents of a container."""
+    return flatten(result, lambda node: node is not result)
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if all(isinstance(value, Tensor) for value in values):
+        return StepOutput(values, sizes)
+    return None if all(value is None for value in values) else list(values)
+
+
+def _is_size(node: Any) -> bool:
+    return type(node) is torch.Size
+
+
+def own_outputs(
+    results: Sequence[Any], sizes: Sequence[int], batch: Any, engine: Engine
+) -> tuple[Sequence[Any], Sequence[int]]:
+    """Results of this rank's samples, for each microbatch, and numbers of these samples. Collective.
+
+    Args:
+        results: result of each microbatch of the joint batch.
+        sizes: number of samples in each of these.
+        batch: what this rank has read.
+        engine: engine of the model.
+    """
+    if engine.config.prescaled_batch or engine.mesh.tp == 1:
+        return results, sizes
+    own = find_samples(batch).number
+    if own is None:
+        return results, sizes
+    counts = collectives.gather_numbers(own, "how many samples ranks have", engine.mesh.tp_group)
+    start = sum(counts[: engine.mesh.tp_rank])
+    own_sizes = sizes_of(own, len(sizes))
+    if len(own_sizes) != len(sizes):
+        return results, sizes
+    flat = [flatten_output(result) for result in results]
+    if any(structure != flat[0][1] for _, structure in flat):
+        return results, sizes
+    columns = [
+        _own_rows(leaves, sizes, start, own_sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    rows = zip(*columns, strict=True) if columns else [() for _ in results]
+    return [pytree.tree_unflatten(list(row), flat[0][1]) for row in rows], own_sizes
+
+
+def _own_rows(leaves: Sequence[Any], sizes: Sequence[int], start: int, own_sizes: Sequence[int]) -> Sequence[Any]:
+    are_per_sample = all(
+        isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
+        for leaf, size in zip(leaves, sizes, strict=True)
+    )
+    if not are_per_sample:
+        return leaves
+    return torch.cat(list(leaves))[start : start + sum(own_sizes)].split(list(own_sizes))
