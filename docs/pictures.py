@@ -27,9 +27,8 @@ from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.costs import Costs
-from smp_strategy.planning.layouts.cluster import Cluster
+from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
 from smp_strategy.planning.layouts.estimate import MemoryByCategory
-from smp_strategy.planning.layouts.job_layout import JobLayout
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.planner import best_partition
 from smp_strategy.planning.schedule.flow import route
