@@ -1,5 +1,6 @@
 # `make train` trains the example, `make test` checks everything (`make test-all` every combination), `make setup` only
-# creates .venv for them. `make test-programs` trains with other libraries, in an environment of its own.
+# creates .venv for them. `make test-programs` trains with other libraries, `make docs` builds the site, both in
+# environments of their own.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -18,7 +19,7 @@ pytest := $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/pro
 .PHONY: help setup train test test-all test-programs lint format options pictures docs
 
 help:
-	@sed -n 1,2p Makefile
+	@sed -n 1,3p Makefile
 
 setup: $(STAMP)
 

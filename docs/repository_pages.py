@@ -40,8 +40,10 @@ def _section(found: re.Match[str]) -> str:
     return text.strip()
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Remove what is left of reStructuredText."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Remove what is left of reStructuredText, and make failures targets of links, ``failures.html#501``."""
+    if page.file.src_path == "failures.md":
+        html = re.sub(r"<td>(\d+)</td>", r'<td id="\1">\1</td>', html)
     return ROLE.sub(r"<code>\1</code>", html).replace("::</p>", ":</p>")
 
 

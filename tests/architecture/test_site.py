@@ -59,3 +59,17 @@ def test_pages_show_every_picture():
         for name in re.findall(r"pictures/(\w+)\.svg", page.read_text())
     }
     assert shown == {path.stem for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+
+
+def test_messages_on_the_page_of_failures_are_those_of_the_package():
+    # Literals that Python joins.
+    sources = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in (ROOT / "smp_strategy").rglob("*.py")))
+    symptoms = re.findall(r"^\| \d+ \| (.*?) \|", (ROOT / "docs" / "failures.md").read_text(), re.MULTILINE)
+    messages = [text.removeprefix("... ") for symptom in symptoms for text in re.findall(r"`([^`]+ [^`]+)`", symptom)]
+    assert len(messages) > 8
+    assert not [message for message in messages if message not in sources]
+
+
+def test_numbers_of_failures_are_cited_once():
+    numbers = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "failures.md").read_text(), re.MULTILINE)
+    assert numbers == sorted(set(numbers))
