@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from smp_strategy.errors import SMPError as SMPError
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
+    from smp_strategy.integrations.lightning.monitor_callback import MonitorHooks as SMPMonitor
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
     from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
     from smp_strategy.integrations.sagemaker.checkpoint_calls import save_checkpoint as save_checkpoint
@@ -48,6 +49,7 @@ __all__ = [
     "PeerFailedError",
     "SMPConfig",
     "SMPError",
+    "SMPMonitor",
     "SMPPlugin",
     "SMPStrategy",
     "UnsupportedError",
@@ -98,8 +100,9 @@ autoload.autoload()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SMPStrategy":
-        return import_module("smp_strategy.integrations.lightning").make_strategy(_lightning_in_use())
+    if name in ("SMPMonitor", "SMPStrategy"):
+        lightning = import_module("smp_strategy.integrations.lightning")
+        return getattr(lightning, f"make_{name.removeprefix('SMP').lower()}")(_lightning_in_use())
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'smp_strategy' has no attribute {name!r}")

@@ -23,6 +23,7 @@ from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.options import (
     PartitionOptions,
     PipelineOptions,
+    ReportOptions,
     RestoreModule,
     Schedule,
     ShardingOptions,
@@ -79,6 +80,7 @@ _CONCERNS = (
     ActivationOptions,
     PrecisionOptions,
     CheckpointOptions,
+    ReportOptions,
 )
 
 
@@ -93,6 +95,7 @@ class SMPConfig(
     ActivationOptions,
     PrecisionOptions,
     CheckpointOptions,
+    ReportOptions,
 ):
     """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
 

@@ -186,3 +186,7 @@ class OptionKeywords(TypedDict, total=False):
     checkpoint_weights_only: bool
     """Load only tensors and plain values, so that no file can run code. ``False``: load any pickled object of the full
     form; use it only for files that you trust. ``trainer.fit(..., weights_only=)`` takes precedence."""
+    smp_report: Literal["quiet", "short", "full"]
+    """Text about the layout. ``short``: at the end of the first training step, at most 25 lines: mesh, stages, memory,
+    predicted and measured times, the one change that would help most. ``full``: also tables of the partition, the split
+    layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings."""

@@ -20,6 +20,7 @@ __all__ = [
     "LossWeighting",
     "PartitionOptions",
     "PipelineOptions",
+    "ReportOptions",
     "RestoreModule",
     "Schedule",
     "ShardingOptions",
@@ -37,6 +38,7 @@ Gather = Literal["auto", "step", "use"]
 StageTransport = Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo"]
 LossWeighting = Literal["auto", "samples"]
 DDPReduction = Literal["auto", "hierarchical", "flat"]
+SMPReport = Literal["quiet", "short", "full"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
@@ -380,6 +382,19 @@ class TensorParallelOptions:
                 for name in given
             ]
         return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Report of the first training step."""
+
+    smp_report: SMPReport = "short"
+    """Text about the layout. ``short``: at the end of the first training step, at most 25 lines: mesh, stages, memory,
+    predicted and measured times, the one change that would help most. ``full``: also tables of the partition, the
+    split layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings."""
+
+    def _problems(self) -> list[str]:
+        return one_of(self, "smp_report", typing.get_args(SMPReport))
 
 
 def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:

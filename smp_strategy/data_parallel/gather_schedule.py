@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -89,6 +90,7 @@ class GatherSchedule:
         live_numel: Number of elements gathered now.
         most_numel: Peak of ``live_numel``.
         most_bytes: The same peak in bytes.
+        seconds_waited: How long the host has waited for gathered values so far.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class GatherSchedule:
         self.is_last = False
         self.may_return_weights = timing.gathers_once
         self.live_numel = self.most_numel = self._live_bytes = self.most_bytes = 0
+        self.seconds_waited = 0.0
         self._names = list(units)
         self._numbers = {name: number for number, name in enumerate(units)}
         self._units = list(units.values())
@@ -231,7 +234,9 @@ class GatherSchedule:
             self._claims[number] += 1
         # Before the wait, so that the next unit already travels while this rank waits, and later computes.
         self._prefetch()
+        began = perf_counter()
         self._units[number].wait()
+        self.seconds_waited += perf_counter() - began
 
     def _gather(self, number: int) -> None:
         self._order.request(Operation(number, "gather"))

@@ -124,6 +124,11 @@ class ShardedModule:
         return self._uses.most_bytes
 
     @property
+    def seconds_waited(self) -> float:
+        """Seconds that the host has waited for gathered values so far."""
+        return self._uses.seconds_waited
+
+    @property
     def is_whole(self) -> bool:
         """Whether every parameter and gradient is whole now, for user code."""
         return self._is_whole

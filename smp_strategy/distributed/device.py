@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["chosen", "current_stream", "entered", "generator_of", "is_host", "local", "wait_for_all"]
+__all__ = ["chosen", "current_stream", "device_name", "entered", "generator_of", "is_host", "local", "wait_for_all"]
 
 
 def is_host(device: torch.device) -> bool:
@@ -54,6 +54,11 @@ def generator_of(device: torch.device) -> torch.Generator:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     found: torch.Generator = torch.get_device_module(device).default_generators[index]
     return found
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the model of ``device``; empty for the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def wait_for_all(device: torch.device) -> None:

@@ -244,27 +244,30 @@ class MeshShape:
         # Ranks along data axes ascend, so those of a node stand together.
         return [len(list(ranks)) for _, ranks in itertools.groupby(group, self.node_of)]
 
+    def __str__(self) -> str:
+        """Number of ranks, and the degrees of the axes."""
+        shards = f"dp_replicate {self.dp // self.dp_shard} x dp_shard {self.dp_shard}"
+        degrees = f"pp {self.pp} x {shards if self.dp_shard > 1 else f'dp {self.dp}'}"
+        degrees += f" x tp {self.tp}" if self.tp > 1 else ""
+        return f"{self.world_size} ranks{f' on {self.num_nodes} nodes' * (self.num_nodes > 1)} = {degrees}"
+
     def draw(self) -> str:
         """Table of global ranks: one row per replica, one column per stage.
 
         With several nodes a rank is preceded by its node; with sharding there is a gap between shard groups. Ranks
         that split layers between them stand together: ``0+1``.
         """
-        shards = f"dp_replicate {self.dp // self.dp_shard} x dp_shard {self.dp_shard}"
-        degrees = f"pp {self.pp} x {shards if self.dp_shard > 1 else f'dp {self.dp}'}"
-        degrees += f" x tp {self.tp}" if self.tp > 1 else ""
-        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         order = self.order if self.dp_shard > 1 else self.order.replace("S", "")
         table = [self._row(replica) for replica in range(self.dp)]
         head = ["shard"] * (self.dp_shard > 1) + [f"stage {stage}" for stage in range(self.pp)]
         width = max(len(cell) for row in (head, *table) for cell in row)
-        lines = [f"Process mesh: {self.world_size} ranks{nodes} = {degrees}, placement {order}"]
-        lines.append(f"{'node:rank' if nodes else '':11}" + "  ".join(f"{cell:>{width}}" for cell in head))
+        lines = [f"Process mesh: {self}, placement {order}"]
+        lines.append(f"{'node:rank' if self.num_nodes > 1 else '':11}" + "  ".join(f"{cell:>{width}}" for cell in head))
         for replica, row in enumerate(table):
             if self.dp_shard > 1 and replica and replica % self.dp_shard == 0:
                 lines.append("")
             lines.append(f"replica {replica:<3}" + "  ".join(f"{cell:>{width}}" for cell in row))
-        return "\n".join(lines + self._notes())
+        return "\n".join(lines + self.notes())
 
     def _row(self, replica: int) -> list[str]:
         cells = []
@@ -275,7 +278,7 @@ class MeshShape:
             )
         return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
 
-    def _notes(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Notes about groups that span more nodes than necessary."""
         clustered, found = replace(self, placement="cluster"), []
         for what, size, here, least in (

@@ -26,7 +26,9 @@ It is the one place that knows every part of the package. In reading order:
 * ``optimizer_settings.py``: learning rates and the like, compared among all ranks at each update.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
-* ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.
+* ``inspection.py``, ``startup_report.py``, ``first_step_report.py``: reports on demand, once at the start, and at the
+  end of the first training step.
+* ``step_monitor.py``, ``nonfinite.py``: figures of a run, and the search for NaN and infinity, if somebody asks.
 * ``microbatch_notes.py``: layers and losses whose numbers depend on how a batch is cut.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
 * ``offline_planning.py``, ``layout_planning.py``: a partition without ranks and without memory; the fastest layouts of

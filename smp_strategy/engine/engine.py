@@ -50,7 +50,6 @@ from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Job, Step, StepRun
-from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.grad_scaler import UnscaleResult
@@ -399,16 +398,13 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         with self._stepping():
-            run, plan, recording = run_step.run_step(self._parts, kind, job, microbatches)
-        if kind == "train" and plan is not None:
-            self._parts.recorded = Recorded(self._parts.num_steps, plan, recording)
-        return run
+            return run_step.run_step(self._parts, kind, job, microbatches)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.compared(self.mesh):
             yield
-            self._parts.loss_weighting.end()
+            run_step.finish(self._parts)
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
@@ -441,7 +437,7 @@ class Engine:
         Collective over all ranks; each learns whether any gradient on any rank has overflowed.
         """
         with self.views.put_aside():
-            return self.local_model.unscale(optimizer, scale)
+            return self.inspection.checked(self.local_model.unscale(optimizer, scale), is_scaled=scale != 1.0)
 
     def begin_update(self, optimizer: Optimizer) -> Tensor | None:
         """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`.

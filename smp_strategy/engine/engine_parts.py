@@ -19,6 +19,7 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.loss_weighting import LossWeighting
 from smp_strategy.engine.pending_state import PendingState
+from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.carried_objects import CarriedObjects
@@ -58,10 +59,13 @@ class EngineParts:
         known_mesh, known_layout: ``None`` before a module is attached.
         local_model: this rank's part of the module; ``None`` before the first step.
         recorded: the latest training step that had a plan.
+        monitor: is told of steps; ``None``: nobody asks for figures.
         gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
         seed, num_steps, num_evaluations: where random streams are.
+        num_samples: samples in the latest training step of this replica.
         has_counted: whether the first training step has been reported on.
         chose_microbatches: whether the number of microbatches follows from nothing that the user has given.
+        has_described: whether the report of the first training step has been made.
         has_told_of_comparison: whether the user has been told of a loss that compares samples.
         loss_weighting: decides in which steps terms of the loss get weights.
     """
@@ -86,12 +90,18 @@ class EngineParts:
         self.known_layout: Layout | None = None
         self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
+        self.monitor: StepMonitor | None = None
         self.gradients_are_seen = False
-        self.seed = self.num_steps = self.num_evaluations = 0
-        self.has_counted = self.has_told_of_comparison = False
+        self.seed = self.num_steps = self.num_evaluations = self.num_samples = 0
+        self.has_counted = self.has_told_of_comparison = self.has_described = False
         self.chose_microbatches = config.microbatches is None
         self._num_compared: Counter[str] = Counter()
         self.loss_weighting = LossWeighting(report, is_on=config.loss_weighting == "auto")
+
+    def describe(self, text: str) -> None:
+        """Report ``text`` about the layout, if the user wants to know everything (`smp_report=full`)."""
+        if self.config.smp_report == "full":
+            self.report(text)
 
     @property
     def mesh(self) -> ProcessMesh:

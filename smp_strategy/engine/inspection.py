@@ -2,13 +2,22 @@
 
 from typing import final
 
+import torch
 from torch import nn
 
 from smp_strategy.activations.policy import OffloadStats
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.device import device_name, is_host, wait_for_all
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.errors import SMPError
+from smp_strategy.planning.layouts.cluster import peak_flops
+from smp_strategy.planning.memory.counting import count
+from smp_strategy.planning.memory.sharded import RankMemory
+from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport, memory_report
+from smp_strategy.reports.run_figures import combine
 from smp_strategy.reports.timeline.clocks import gather
 from smp_strategy.reports.timeline.timeline import Timeline
 
@@ -67,6 +76,55 @@ class Inspection:
             return gather(self._parts.recorded, self._parts.mesh, self._parts.timeout)
 
     @property
+    def monitor(self) -> StepMonitor | None:
+        """Monitor of steps; set it before a step, on all ranks alike."""
+        return self._parts.monitor
+
+    @monitor.setter
+    def monitor(self, monitor: StepMonitor | None) -> None:
+        self._parts.monitor = monitor
+
+    @property
+    def num_steps(self) -> int:
+        """Number of training steps so far."""
+        return self._parts.num_steps
+
+    def checked(self, found: UnscaleResult, *, is_scaled: bool) -> UnscaleResult:
+        """``found``, a finding of all ranks about gradients, when the monitor has seen it; it may raise."""
+        partition = self._parts.partition
+        if self._parts.monitor is not None and partition is not None:
+            self._parts.monitor.check(found, partition.stage_of, is_scaled=is_scaled)
+        return found
+
+    def figures(self, loss_scale: float | None = None) -> dict[str, float]:
+        """Figures of the monitor since the last call, the same on all ranks; none without a step. Collective.
+
+        Args:
+            loss_scale: Scale of the loss, if there is one.
+        """
+        monitor, device, mesh = self._parts.monitor, self._parts.device, self._parts.mesh
+        if monitor is None or self._parts.partition is None:
+            return {}
+        wait_for_all(device)
+        sharded, stage = self._parts.spread.sharded, self._parts.partition.stages[mesh.stage]
+        if is_host(device):
+            memory, predicted = self._held().total, stage.held.total
+        else:
+            memory, predicted = torch.accelerator.max_memory_allocated(device), stage.memory_bytes
+        mine = monitor.take(
+            gathered=0.0 if sharded is None else sharded.seconds_waited,
+            counts=mesh.stage == mesh.pp - 1 and mesh.tp_rank == 0,
+            memory=memory,
+            predicted=predicted,
+        )
+        found = combine(collectives.gather_objects(mine, "figures of the run"), peak_flops(device_name(device)))
+        if found and loss_scale is not None:
+            found["smp/loss_scale"] = loss_scale
+        if found and monitor.searches:
+            found["smp/nonfinite_updates"] = float(monitor.num_nonfinite)
+        return found
+
+    @property
     def traffic(self) -> OffloadStats:
         """Offload statistics of this rank in the latest step with backward."""
         runtime = self._parts.calls.runtime
@@ -75,16 +133,13 @@ class Inspection:
     def memory_report(self) -> MemoryReport:
         """Memory of each rank, counted and predicted. Collective over all ranks, outside of steps."""
         self._parts.calls.refuse_inside_of_step("A memory report")
+        return memory_report(self._held(), self._parts.partition)
+
+    def _held(self) -> RankMemory:
+        """Memory of this rank between steps, counted."""
         assert self._parts.module is not None
         spread = self._parts.spread.sharded if self._parts.is_spread else None
+        mixed_precision = self._parts.calls.mixed_precision
+        copies = 0 if mixed_precision is None else mixed_precision.held_bytes
         with self._parts.views.put_aside():
-            mixed_precision = self._parts.calls.mixed_precision
-            copies = 0 if mixed_precision is None else mixed_precision.held_bytes
-            return memory_report(
-                self._parts.module,
-                self._parts.optimizers,
-                self._parts.mesh,
-                self._parts.partition,
-                spread,
-                copies=copies,
-            )
+            return count(self._parts.module, self._parts.optimizers, self._parts.mesh, spread, copies=copies)

@@ -17,7 +17,7 @@ except for a module that was built on the meta device: it stays as the last run 
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -102,9 +102,9 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
     parts.late.load(local_model.holdings)
     transport = _connect(parts, local_model)
     if is_first and transport is not None:
-        parts.report(render_paths(measure_paths(transport, parts.device)))
+        parts.describe(render_paths(measure_paths(transport, parts.device)))
     if is_first and (sums := local_model.reduction.describe()):
-        parts.report(sums)
+        parts.describe(sums)
     return local_model
 
 
@@ -256,13 +256,14 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     layout.activation_policies = layout.partition.activation_policies
     layout.used_by_glue = found.used_by_glue
     layout.known_plans = plans = PlanCache(
-        parts.config, layout.partition, layout.costs, parts.report, partial(_agree_on_trace, group)
+        parts.config, layout.partition, layout.costs, parts.describe, partial(_agree_on_trace, group)
     )
     if found.trace is not None and found.trace.loss is not None:
         plans.learn(first.kind, found.trace)
-    text = render_layout(shape, layout.partition, config, layout.split_report)
     notes = (note_on_others(os.environ, option_types()), layout.costs.render())
-    parts.report("\n".join([*filter(None, notes), text]))
+    for note in filter(None, notes):
+        parts.report(note)
+    parts.describe(render_layout(shape, layout.partition, config, layout.split_report))
 
 
 def _agree_on_trace(group: TensorGroup | None, trace: Trace) -> Trace:
@@ -293,7 +294,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         shape_inference=layout.shape_inference,
         transport=transport,
         device=parts.device,
-        with_weights=local_model.with_weights,
+        with_weights=partial(_watched, parts, local_model),
         activations=_activations(parts, glue),
         backward=widening_backward if local_model.sums_wider else torch.autograd.backward,
         reads_refused=local_model.reads_refused,
@@ -307,6 +308,16 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
             parts.calls.compile(name)
     parts.carried = CarriedObjects()
     return Runtime(stage, parts.private_state(glue), called=parts.carried.note if mesh.pp > 1 else None)
+
+
+def _watched(
+    parts: EngineParts, local_model: LocalModel, unit: str, function: Callable[..., Any], token: object
+) -> Callable[..., Any]:
+    """``function`` with weights in place, and looked at by the monitor if it searches for NaN and infinity."""
+    function = local_model.with_weights(unit, function, token)
+    if parts.monitor is None or not parts.monitor.searches:
+        return function
+    return parts.monitor.around_unit(unit, function, token)
 
 
 def _agree(group: TensorGroup | None, is_so: bool) -> bool:

@@ -120,6 +120,21 @@ class PlanCache:
             self._plans[key] = plan
         return self._plans[key]
 
+    def bubble(self, num_microbatches: int, schedule: PolicyName | None = None) -> float | None:
+        """Simulated idle share of a training step with another number of microbatches, or another schedule.
+
+        ``None``: no path is known, or microbatches do not take turns.
+        """
+        trace, partition = self._traces.get("train"), self._partition
+        if trace is None or "train" in self.turn_rules:
+            return None
+        policy = policy_of(partition)
+        if schedule is not None:
+            policy = policy._replace(name=schedule)
+        flow = self._costs.flow(trace, partition.stage_of, partition.num_stages, partition.activation_policies)
+        link, split = self._costs.machine.link, self._costs.split_overhead
+        return simulate(flow, num_microbatches, policy, link, split_overhead=split).bubble
+
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
         policy, link = policy_of(self._partition), self._costs.machine.link
         losses = Losses(self._costs.split_overhead, self._costs.spread)

@@ -17,6 +17,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.first_step_report import describe_first_step
 from smp_strategy.engine.microbatch_notes import (
     notes_on_buffers,
     notes_on_microbatches,
@@ -24,15 +25,13 @@ from smp_strategy.engine.microbatch_notes import (
     told_of_microbatches,
 )
 from smp_strategy.engine.new_step_kinds import FirstStep
-from smp_strategy.engine.startup_report import render_batch
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.tensor_parallel.joint_batch import join
 
-__all__ = ["begin", "cut", "evaluation_job", "memory_explained", "run_step", "training_job", "warn_of_fewer"]
+__all__ = ["begin", "cut", "evaluation_job", "finish", "memory_explained", "run_step", "training_job", "warn_of_fewer"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION = 1
@@ -128,7 +127,7 @@ def training_job(
     """Job of the next training step: losses are weighted by samples.
 
     Args:
-        parts: Parts of the engine; counts the step, and reports the number of samples in the first one.
+        parts: Parts of the engine; counts the step, and reports advice before the first one.
         kind: Kind of step.
         step: User's code for one microbatch.
         microbatches: Microbatches of the batch.
@@ -136,11 +135,9 @@ def training_job(
         loss_of: Picks the loss out of the result of ``step``; ``None``: the step runs backward itself.
         sums: Whether losses are added up instead.
     """
-    total = sum(sizes) or 1
+    total = parts.num_samples = sum(sizes) or 1
     if not parts.has_counted:
         parts.has_counted = True
-        if parts.mesh.shape.world_size > 1:
-            parts.report(render_batch(total, parts.mesh.shape))
         notes = notes_on_microbatches(parts.layout.module, sizes, averages=loss_of is not None and not sums)
         for note in (*notes, *notes_on_objects(microbatches)):
             parts.report(note)
@@ -149,6 +146,8 @@ def training_job(
         for note in notes_on_buffers(parts.layout.module, written, replicas=replicas, microbatches=len(sizes)):
             parts.report(note)
     parts.num_steps += 1
+    if parts.monitor is not None:
+        parts.monitor.begin_step(parts.num_steps, microbatches, sizes)
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
     terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
@@ -172,13 +171,13 @@ def memory_explained(num_microbatches: int) -> Iterator[None]:
 def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequence[Any], sizes: Sequence[int]) -> Job:
     """Job of the next step without backward; ``parts`` counts it."""
     parts.num_evaluations += 1
+    if parts.monitor is not None:
+        parts.monitor.interrupt()
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)
     return Job(step=step, seed=seed, loss_weights=parts.loss_weighting.begin(kind, microbatches, sizes))
 
 
-def run_step(
-    parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any]
-) -> tuple[StepRun, Plan | None, Recording]:
+def run_step(parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
     """Run ``job`` with every microbatch.
 
     Args:
@@ -188,7 +187,7 @@ def run_step(
         microbatches: Microbatches of the batch.
 
     Returns:
-        Results, plan (``None``: the step ran in program order), and times of this stage's actions.
+        Results.
     """
     runtime, plans = parts.calls.runtime, parts.layout.plans
     assert runtime is not None
@@ -199,4 +198,19 @@ def run_step(
     if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
         plans.learn(kind, run.trace)
     parts.loss_weighting.end(kind, run.trace.signature)
-    return run, order.plan, recording
+    if job.loss_of is not None:
+        if parts.monitor is not None:
+            parts.monitor.end_step(run, recording)
+        if order.plan is not None:
+            parts.recorded = Recorded(parts.num_steps, order.plan, recording)
+    return run
+
+
+def finish(parts: EngineParts) -> None:
+    """End a step of any kind, and report on the first training step. Collective then."""
+    parts.loss_weighting.end()
+    # After a validation, the path of the first training step is new, and the second one is the first with a schedule.
+    if not parts.has_described and (parts.recorded is not None or parts.num_steps > 1):
+        parts.has_described = True
+        if parts.config.smp_report != "quiet":
+            parts.report(describe_first_step(parts))

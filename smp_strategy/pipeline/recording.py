@@ -39,6 +39,21 @@ class Recording:
     traffic: OffloadStats = OffloadStats()
     """Statistics of activation offload."""
 
+    @property
+    def seconds(self) -> float:
+        """Time from the first action to the end of the step."""
+        return self.end - self.spans[0].start if self.spans else 0.0
+
+    @property
+    def waited(self) -> float:
+        """Part of it in which the stage waited for messages."""
+        return sum(span.waited for span in self.spans)
+
+    @property
+    def idle(self) -> float:
+        """Part of it in which the stage waited for others: for messages, and after its last action for their end."""
+        return self.waited + (0.0 if self.left_plan or not self.spans else self.end - self.spans[-1].end)
+
     def since(self, zero: float) -> "Recording":
         """The same recording with times relative to ``zero``."""
         spans = tuple(span._replace(start=span.start - zero, end=span.end - zero) for span in self.spans)

@@ -44,6 +44,7 @@ class GradScaler:
         unscale: Divides the gradients of an optimizer by a number and returns the finding of all ranks; collective
             (:meth:`smp_strategy.engine.engine.Engine.unscale`).
         optimizers: All optimizers, if several step at different times.
+        warns: Whether to warn if gradients overflow and the scale cannot shrink.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class GradScaler:
         rules: ScalingRules,
         unscale: Callable[[Optimizer, float], UnscaleResult],
         optimizers: Callable[[], Iterable[Optimizer]] = tuple,
+        *,
+        warns: bool = True,
     ) -> None:
         self.rules = rules
+        self._warns = warns
         self._unscale = unscale
         self._optimizers = optimizers
         self._now = rules.begin()
@@ -132,7 +136,7 @@ class GradScaler:
         if not found - {UnscaleResult.NOTHING}:
             return
         overflowed = UnscaleResult.OVERFLOW in found
-        if overflowed and self.rules.is_stuck(self._now):
+        if overflowed and self._warns and self.rules.is_stuck(self._now):
             warnings.warn(self._complaint(), stacklevel=2)
         self._now = self.rules.next(self._now, overflowed=overflowed)
 

@@ -9,6 +9,7 @@ In reading order:
 * ``timeline/``: measured actions of a training step beside the simulated ones; ``strategy.timeline()``.
 * ``memory_report``: measured bytes of all ranks beside the predicted ones; ``strategy.memory_report()``.
 * ``memory_tables``: its table.
+* ``run_figures``: speed, memory and waiting of a run, from what each rank has counted.
 * ``layout_plan``: the fastest layouts of a cluster; ``smp plan``.
 
 ``smp_strategy.engine.inspection`` makes the reports of a running model.

@@ -1,16 +1,10 @@
 """Memory report: measured bytes of every rank beside the prediction for its stage, gathered on every rank."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import nn
-from torch.optim import Optimizer
-
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.planning.memory.counting import ShardedStorage, count
 from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
@@ -59,26 +53,13 @@ class MemoryReport(Report):
         return page(self.ranks, self.predicted)
 
 
-def memory_report(
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-    mesh: ProcessMesh,
-    partition: Partition | None,
-    spread: ShardedStorage | None = None,
-    *,
-    copies: int = 0,
-) -> MemoryReport:
+def memory_report(mine: RankMemory, partition: Partition | None) -> MemoryReport:
     """Memory report of all ranks; collective over all of them, outside of steps.
 
     Args:
-        module: Whole module; tensors of other stages are absent.
-        optimizers: Optimizers of the module.
-        mesh: Mesh of the ranks.
+        mine: Memory of this rank (:func:`smp_strategy.planning.memory.counting.count`).
         partition: Partition with its predictions; ``None`` before it is decided.
-        spread: Memory of parameters that are sharded over shard groups; ``None`` if there are none.
-        copies: Bytes of the half-precision copies of parameters that this rank's units compute with.
     """
-    mine = count(module, optimizers, mesh, spread, copies=copies)
     told = collectives.gather_objects(mine, "what ranks hold in memory")
     predicted = () if partition is None else tuple(stage.held for stage in partition.stages)
-    return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mesh.rank)
+    return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mine.rank)

@@ -34,3 +34,36 @@ def test_statistics_of_microbatches_are_told_once():
 
 def test_nothing_is_told_of_a_single_microbatch():
     assert run_ranks(reported, 2, 1) == [[], []]
+
+
+def told(smp_report):
+    """Reports of three training steps, after each of them."""
+    module, batch, reports = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), torch.randn(8, 1024), []
+    options = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "1f1b", "smp_report": smp_report}
+    engine = Engine(SMPConfig(**options), report=reports.append)
+    engine.attach(module)
+    numbers = []
+    for _ in range(3):
+        result = engine.train_step(lambda x: module(x).square().mean(), batch, loss_of=lambda loss: loss)
+        result.commit(torch.ones(()), reduce=True)
+        numbers.append(len(reports))
+    engine.detach()
+    return numbers, reports
+
+
+def test_the_first_step_has_one_report_that_is_the_same_on_all_ranks():
+    (numbers, (report,)), (_, (other,)) = run_ranks(told, 2, "short")
+    assert numbers == [1, 1, 1]
+    assert report == other
+    lines = report.splitlines()
+    assert lines[0] == "Process mesh: 2 ranks = pp 2 x dp 1"
+    assert "stage 1   F0 B0 F1 B1 F2 B2 F3 B3" in lines
+    assert any(line.startswith("What would help most: `") for line in lines)
+    assert " measured (forward and backward)." in report
+
+
+def test_a_quiet_run_reports_nothing_and_a_full_one_everything():
+    assert run_ranks(told, 2, "quiet")[0] == ([0, 0, 0], [])
+    _, reports = run_ranks(told, 2, "full")[0]
+    for part in (", placement DPT", "sends on", "Large tensors travel", "A training step sees", "More: `smp_report"):
+        assert sum(part in text for text in reports) == 1, part

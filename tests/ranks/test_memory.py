@@ -13,6 +13,7 @@ from smp_strategy.data_parallel.flat_layout import UnitLayout
 from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
 from smp_strategy.engine.engine import Engine
+from smp_strategy.planning.memory.counting import count
 from smp_strategy.planning.memory.sharded import most_gathered, most_unreduced
 from smp_strategy.reports.memory_report import MemoryReport, memory_report
 from smp_strategy.testing import run_ranks
@@ -34,7 +35,7 @@ def reports(name: str, options: dict[str, Any], seen: bool = False) -> tuple[Mem
     engine = Engine(SMPConfig(**options))
     engine.gradients_are_seen = seen
     engine.attach(model, [optimizer])
-    before = memory_report(model, [optimizer], engine.mesh, engine.partition)
+    before = memory_report(count(model, [optimizer], engine.mesh), engine.partition)
     for step in range(2):
         result = engine.train_step(model.loss, batch_for(name, step, 4), loss_of=lambda loss: loss)
         model.zero_grad()

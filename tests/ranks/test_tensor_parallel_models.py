@@ -59,6 +59,7 @@ def run_model(name: str, setting: Setting) -> Any:
             tensor_parallel_degree=setting.tp,
             microbatches=setting.microbatches,
             evaluation_microbatches=setting.microbatches,
+            smp_report="full",
             **dict(setting.options),
         ),
         report=reports.append,

@@ -22,6 +22,7 @@ Reading order::
     state_files.py                        Accelerate's own files
     rng_files.py                          RNG states in these files
     hf_trainer.py                         Hugging Face's Trainer
+    tracker_monitor.py                    SMPMonitor: speed, memory and waiting, for trackers and the Trainer
 
 The launcher imports a part of this package before any model exists, so public names are imported at their first use.
 """
@@ -31,13 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.accelerate.session import Session as Session
+    from smp_strategy.integrations.accelerate.tracker_monitor import TrackerMonitor as SMPMonitor
 
-__all__ = ["Session"]
+__all__ = ["SMPMonitor", "Session"]
 
 _HOME = {"Session": "smp_strategy.integrations.accelerate.session"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "SMPMonitor":
+        return import_module(f"{__name__}.tracker_monitor").make_tracker_monitor()
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -134,6 +134,12 @@ class SMPTrainer(Trainer):
         self.current_flos *= session.num_data_ranks / session.shape.world_size
         super().store_flos()
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the figures of an ``SMPMonitor`` beside the loss. Collective if there is one."""
+        if "loss" in logs:
+            logs.update(self.accelerator.smp.figures())
+        super().log(logs, start_time)
+
     # Saving. The Trainer calls these methods on all ranks.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

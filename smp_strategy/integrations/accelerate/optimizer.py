@@ -24,7 +24,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.saved_models.shared_states import on_every_rank
-from smp_strategy.precision.grad_scaler import GradScaler
+from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 
 __all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
 
@@ -67,6 +67,11 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             engine.reduce_gradients()
             if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
                 self.scaler.unscale_(self.optimizer)
+            monitor = engine.inspection.monitor
+            if self.scaler is None and monitor is not None and monitor.searches:
+                self._is_overflow = engine.unscale(self.optimizer, 1.0) is UnscaleResult.OVERFLOW
+                if self._is_overflow:
+                    return None
         in_sight = engine.run_hook if engine.inspection.divides_updates else None
         with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
             engine.begin_update(self.optimizer)

@@ -32,6 +32,7 @@ from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls
 from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["HookBase", "Session"]
 
@@ -57,6 +58,7 @@ class Session:
         state_calls: replaced ``state_dict`` methods of all prepared models.
         pretrained_calls: replaced ``save_pretrained`` methods of those that have one.
         background: asynchronous saves.
+        scaler: loss scaler, if anything computes in float16.
         main_calls: tells other ranks what the main process does alone.
 
     Raises:
@@ -75,6 +77,7 @@ class Session:
         self.calls: ModelCalls | None = None
         self.state_calls: list[StateDictCalls] = []
         self.pretrained_calls: list[PretrainedCalls] = []
+        self.scaler: GradScaler | None = None
         self.background = BackgroundSave()
         self.main_calls = MainProcessCalls()
         self._engine: Engine | None = None
@@ -144,6 +147,12 @@ class Session:
                 "compute a penalty for weights in the `forward` of the model, or use `weight_decay` of the optimizer."
             )
         return found
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the monitor since the last call; none without one. Collective if there is one."""
+        if self._engine is None or self._engine.inspection.monitor is None:
+            return {}
+        return self._engine.inspection.figures(None if self.scaler is None else self.scaler.get_scale())
 
     @property
     def data_groups(self) -> DataGroups:

@@ -110,16 +110,15 @@ class TrainingHooks(HookBase):
         self._smp_unprepared: UnpreparedOptimizers | None = None
         self._smp_models = PreparedModel()
         config = session.config
-        self._smp_scaler: GradScaler | None = None
         if config.fp16 or config.fp16_params:
-            self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config))
+            self.smp.scaler = self._smp_make_scaler(ScalingRules.of(config))
 
     # Loss scaling
 
     @property
     def scaler(self) -> GradScaler | None:
         """Loss scaler, if anything computes in float16; all ranks agree on overflows."""
-        return self._smp_scaler
+        return self.smp.scaler
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
@@ -127,7 +126,7 @@ class TrainingHooks(HookBase):
         if given is not None:
             config = self.smp.config
             asked = config.loss_scale is not None or config.rules_given
-            self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config) if asked else ScalingRules.like(given))
+            self.smp.scaler = self._smp_make_scaler(ScalingRules.of(config) if asked else ScalingRules.like(given))
 
     def _smp_make_scaler(self, rules: ScalingRules) -> GradScaler:
         return GradScaler(rules, lambda *given: self.smp.engine.unscale(*given), lambda: unwrapped(self._optimizers))
@@ -177,7 +176,7 @@ class TrainingHooks(HookBase):
             "the number of batches of the data loader": loader.num_batches(),
         }
         prediction = BackwardPrediction(
-            scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
+            scale=lambda: 1.0 if self.smp.scaler is None else self.smp.scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
@@ -188,7 +187,7 @@ class TrainingHooks(HookBase):
         self.smp.main_calls.begin()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = UnpreparedOptimizers(
-            model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
+            model, engine, lambda: unwrapped(self._optimizers), lambda: self.smp.scaler is not None, self._smp_refuse
         )
         self._smp_attach()
         return model
@@ -228,7 +227,7 @@ class TrainingHooks(HookBase):
             optimizer,
             self.smp,
             device_placement=self.device_placement if device_placement is None else device_placement,
-            scaler=self._smp_scaler,
+            scaler=self.smp.scaler,
             number=len(self._optimizers),
         )
         self._optimizers.append(prepared)
@@ -276,13 +275,13 @@ class TrainingHooks(HookBase):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, if the loss was scaled and they are not unscaled yet. Collective."""
-        if self._smp_scaler is None or not self.smp.has_engine:
+        if self.smp.scaler is None or not self.smp.has_engine:
             return
         self.smp.engine.reduce_gradients()
         given = self._optimizers if optimizer is None else optimizer
         for each in unwrapped(given if isinstance(given, (tuple, list)) else [given]):
-            if not self._smp_scaler.has_unscaled(each):
-                self._smp_scaler.unscale_(each)
+            if not self.smp.scaler.has_unscaled(each):
+                self.smp.scaler.unscale_(each)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0

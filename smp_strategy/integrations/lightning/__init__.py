@@ -14,6 +14,7 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     user_hooks                      module and callback hooks see the weights of all stages
     precision_plugin                loss scaling and clipping over all ranks
     manual_optimization             backward and optimizer calls of the user's step, once per batch
+    monitor_callback                SMPMonitor: speed, memory and waiting for loggers; NaN and infinity
     optimizer_modes                 train and eval of schedule-free optimizers
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
     collectives                     reduce, all_gather, broadcast, barrier
@@ -30,15 +31,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smp_strategy.integrations.lightning.monitor_callback import MonitorHooks as SMPMonitor
+    from smp_strategy.integrations.lightning.monitor_callback import make_monitor
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
     from smp_strategy.integrations.lightning.strategy_class import make_strategy
 
-__all__ = ["SMPStrategy", "make_strategy"]
+__all__ = ["SMPMonitor", "SMPStrategy", "make_monitor", "make_strategy"]
+
+_HOME = {"strategy": "strategy_class", "monitor": "monitor_callback"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported at their first use: parts of this package are used where Lightning is not needed.
     if name in __all__:
-        make = import_module(f"{__name__}.strategy_class").make_strategy
-        return make if name == "make_strategy" else make("lightning.pytorch")
+        kind = name.removeprefix("SMP").removeprefix("make_").lower()
+        make = getattr(import_module(f"{__name__}.{_HOME[kind]}"), f"make_{kind}")
+        return make("lightning.pytorch") if name.startswith("SMP") else make
     raise AttributeError(f"module 'smp_strategy.integrations.lightning' has no attribute {name!r}")

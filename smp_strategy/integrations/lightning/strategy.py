@@ -51,6 +51,7 @@ from smp_strategy.integrations.lightning.joining import join_group, meet_first
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
+from smp_strategy.integrations.lightning.monitor_callback import monitored
 from smp_strategy.integrations.lightning.optimizer_modes import switching_together
 from smp_strategy.integrations.lightning.precision_plugin import (
     for_all_ranks,
@@ -280,6 +281,8 @@ class StrategyHooks(DelegatingStrategy):
         are_seen_in_step = any(has_step_hooks(unwrap(each)) for each in self.optimizers)
         self.engine.gradients_are_seen = is_manual or hooks.see_gradients or are_seen_in_step
         self._forgets_early = not hooks.see_old_gradients
+        is_guarded = bool(self.optimizers) and not is_manual
+        self._patches.enter_context(monitored(self, trainer.callbacks, is_guarded=is_guarded))
         pairs = zip(map(unwrap, self.optimizers), self._lightning_optimizers, strict=True)
         self._patches.enter_context(switching_together(self.engine, pairs))
         scaler = self.precision_plugin.scaler

@@ -127,7 +127,8 @@ class UserHooks:
             return False
         if _is_among(_ON_WEIGHTS, owner):
             return True
-        return not str(getattr(getattr(owner, name), "__module__", "")).startswith(f"{self._tree.root}.")
+        home = str(getattr(getattr(owner, name), "__module__", ""))
+        return not home.startswith((f"{self._tree.root}.", "smp_strategy."))
 
     def _logging(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         recorder = LogRecorder(self._module, share=partial(share_value, self._engine))
