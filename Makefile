@@ -1,5 +1,6 @@
 # `make train` trains the example, `make test` checks everything (`make test-all` every combination), `make setup` only
-# creates .venv for them. `make test-programs` trains with other libraries, in an environment of its own.
+# creates .venv for them. `make test-programs` trains with other libraries, `make docs` builds the site, both in
+# environments of their own.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -15,10 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash -o pipefail
 pytest := $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/programs
 
-.PHONY: help setup train test test-all test-programs lint format options picture
+.PHONY: help setup train test test-all test-programs lint format options pictures docs
 
 help:
-	@sed -n 1,2p Makefile
+	@sed -n 1,3p Makefile
 
 setup: $(STAMP)
 
@@ -62,6 +63,20 @@ options: setup
 	$(BIN)/python docs/options.py
 	$(BIN)/ruff format --quiet smp_strategy/config/keywords.py
 
-# Draws docs/picture.svg again.
-picture: setup
-	PYTHONPATH=examples $(BIN)/python docs/picture.py
+# Draws the pictures of the README and the pages again.
+pictures: setup
+	PYTHONPATH=examples $(BIN)/python docs/pictures.py
+
+# The site, in `site/`. The reference comes from the sources: nothing is imported, so this environment has no torch.
+docs: .venv-docs/.installed
+	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH-$$(git log -1 --format=%ct || echo 0)} NO_MKDOCS_2_WARNING=1 \
+		.venv-docs/bin/mkdocs build --quiet --strict --clean
+	@echo "open site/index.html"
+
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c '$(DOCS_EXTRA)' | xargs \
+		.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+	@touch $@

@@ -123,9 +123,11 @@ for number in 0 1; do
 done
 
 export MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
-export WORLD_SIZE=$((2 * RANKS_PER_NODE)) LOCAL_WORLD_SIZE=$RANKS_PER_NODE
+export WORLD_SIZE=$((2 * RANKS_PER_NODE)) LOCAL_WORLD_SIZE=$RANKS_PER_NODE GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=netlab
 for ((rank = 0; rank < WORLD_SIZE; rank++)); do
-    run=(env "RANK=$rank" "LOCAL_RANK=$((rank % RANKS_PER_NODE))" ip netns exec "${NODES[rank / RANKS_PER_NODE]}" "$@")
+    node=$((rank / RANKS_PER_NODE))
+    place=("RANK=$rank" "LOCAL_RANK=$((rank % RANKS_PER_NODE))" "GROUP_RANK=$node")
+    run=(env "${place[@]}" ip netns exec "${NODES[node]}" "$@")
     if ((rank == 0)); then
         "${run[@]}" &
     else

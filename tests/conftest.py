@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "daily: one of its cases runs each day, see tests/grids.py")
     config.addinivalue_line("markers", "dear: costs several seconds; takes turns with others, see tests/grids.py")
     config.addinivalue_line("markers", "one_in(n): one of n cases runs in a day, see tests/grids.py")
     if config.option.day is None:  # workers get the options of the process that starts them
@@ -91,6 +92,7 @@ def folder_of(item: pytest.Item) -> str:
 def sparse(cases: list[pytest.Item], start: int) -> list[pytest.Item]:
     """Those of the ``cases`` of a test that run, see :mod:`tests.grids`."""
     mark = cases[0].get_closest_marker("one_in")
-    every = mark.args[0] if mark else DAYS[folder] * len(cases) if (folder := folder_of(cases[0])) in DAYS else 1
+    days = 1 if cases[0].get_closest_marker("daily") else DAYS.get(folder_of(cases[0]))
+    every = mark.args[0] if mark else days * len(cases) if days else 1
     every *= 2 if cases[0].get_closest_marker("dear") else 1
     return [case for number, case in enumerate(cases) if runs_today(number, every, start)]

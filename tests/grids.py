@@ -4,8 +4,9 @@ A test with several parameters has as many cases as the product of their values,
 with others. ``pytest --sparse`` (that is ``make test``) runs every n-th case of a test, as a Latin square does: the
 next test begins with the next case, and so does the next day. So a run has every layout with some tests of each file,
 and every case has run after n days. In the folders of ``DAYS``, whose tests start ranks, n is the number of the test's
-cases times that of the folder: of 2, every other test of a file runs, with one case. ``@pytest.mark.one_in(n)`` says
-another number; ``@pytest.mark.dear``, on tests that cost several seconds, doubles it.
+cases times that of the folder: of 3, every third test of a file runs, with one case. ``@pytest.mark.daily``, on the
+tests that find the faults of :mod:`tests.mutations`, says that one case runs every day, ``@pytest.mark.one_in(n)`` says
+another number, and ``@pytest.mark.dear``, on tests that cost several seconds, doubles it.
 
 The day is that of the last commit: a commit has the same cases on every machine and on every date. ``--day`` repeats
 the choice of another day, ``make test-all`` runs all cases.
@@ -18,7 +19,7 @@ from pathlib import Path
 __all__ = ["DAYS", "day_of_commit", "runs_today"]
 
 # By the folder of a test, on one of how many days it runs.
-DAYS = {"parity": 1, "examples": 1, "ranks": 2, "integrations": 2}
+DAYS = {"parity": 1, "examples": 1, "ranks": 3, "integrations": 3}
 
 
 def day_of_commit(folder: Path = Path(__file__).parent) -> int:

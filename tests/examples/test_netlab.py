@@ -2,13 +2,16 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import run_script
+from test_runs import SMALL_GPT, TRAIN, train, weights
 
 NETLAB = Path(__file__).parents[2] / "benchmarks" / "netlab.sh"
 SAYS_WHO = 'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, threads $OMP_NUM_THREADS"'
@@ -30,9 +33,9 @@ END
 """
 
 
-def netlab(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+def netlab(script: str, *options: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
     command = [NETLAB, *options, "bash", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 def nodes() -> str:
@@ -91,6 +94,24 @@ def compare_connections(tmp_path):
 @pytest.mark.parametrize("compare", [compare_replicas, compare_connections])
 def test_two_nodes_are_what_benchmarks_take_them_for(compare, tmp_path):
     compare(tmp_path)
+
+
+# What crosses the nodes: the sums of gradients, or the pipeline.
+@needs_namespaces
+@pytest.mark.dear
+@pytest.mark.parametrize("placement", ["cluster", "spread"])
+def test_the_main_job_on_two_nodes_has_the_weights_of_one_node(placement, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    layout = ["smp=pp2", f"smp.placement_strategy={placement}", *SMALL_GPT]
+    train(folders[0], *layout, "trainer.devices=4", ranks=4)
+    arguments = [f"hydra.run.dir={folders[1]}", *layout, "trainer.devices=2", "+trainer.num_nodes=2"]
+    done = netlab(shlex.join([sys.executable, str(TRAIN), *arguments]), "--rate", "1gbit", seconds=280.0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "4 ranks on 2 nodes" in done.stderr  # Lightning logs there
+    expected, actual = map(weights, folders)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

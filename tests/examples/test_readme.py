@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its script, the losses under it, and its picture."""
+"""What the README shows is what happens: its script, the losses under it, and the pictures."""
 
 import os
 import re
@@ -66,7 +66,8 @@ def assert_is_told(told, *, is_parallel):
         assert [line for line in told.splitlines() if line in shown] == shown
 
 
-def test_the_picture_is_what_the_planner_decides(tmp_path):
+def test_the_pictures_are_what_the_planner_decides(tmp_path):
     with forked_interpreters():
-        run(tmp_path, ROOT / "docs" / "picture.py", "picture.svg", PYTHONPATH=str(ROOT / "examples"))
-    assert (tmp_path / "picture.svg").read_text() == (ROOT / "docs" / "picture.svg").read_text()
+        run(tmp_path, ROOT / "docs" / "pictures.py", ".", PYTHONPATH=str(ROOT / "examples"))
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.svg")} == kept, "run `make pictures`"

@@ -155,8 +155,8 @@ FAILING = """
 """
 
 
+@pytest.mark.daily
 # Which rank fails matters for who starts the other; the layout, for what the other waits for.
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rank", "layout"),
     [

@@ -44,6 +44,7 @@ def rank(
     return state, of_optimizer, norms, kept, restored
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_two_ranks_have_the_weights_and_state_of_one_process(kind):
     ranks = run_ranks(rank, 2, "text", kind, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2})

@@ -228,6 +228,7 @@ def norms(norm_type: float, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]
     return norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_clipping_is_that_of_one_process_bit_for_bit(pp, norm_type):

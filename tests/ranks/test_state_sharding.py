@@ -158,6 +158,7 @@ def test_four_ranks_have_the_weights_and_state_of_one_process(name, pp, kind):
     assert_equal(ranks[0][1], state, tolerance=tolerance)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("pp", [1, 2])
 def test_every_parameter_has_its_state_on_one_replica(pp):
     ranks = run_ranks(replica, 4, "text", "foreach", {"pipeline_parallel_degree": pp, "microbatches": pp})

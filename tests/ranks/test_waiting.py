@@ -94,6 +94,7 @@ def test_ranks_in_different_calls_are_told_at_once_where_both_are(part):
         assert "test_waiting.py, line" in message
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("part", "waits"),
     [

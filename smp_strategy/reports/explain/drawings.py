@@ -108,9 +108,14 @@ def _bar(x: float, y: float, width: float, fill: str, title: str, opacity: float
     )
 
 
-def timetable(plan: Plan) -> str:
-    """Schedule as a Gantt chart, a row per stage; gaps are idle time."""
-    scale = (WIDTH - LABEL) / (plan.makespan or 1.0)
+def timetable(plan: Plan, seconds: float | None = None) -> str:
+    """Schedule as a Gantt chart, a row per stage; gaps are idle time.
+
+    Args:
+        plan: Schedule of a step.
+        seconds: Time that the whole width stands for; ``None``: that of the step.
+    """
+    scale = (WIDTH - LABEL) / (seconds or plan.makespan or 1.0)
     parts: list[str] = []
     for number, (actions, spans) in enumerate(zip(plan.stages, plan.times, strict=True)):
         y = ROW * number
