@@ -342,7 +342,8 @@ def is_of_library(defined: type | FunctionType | ModuleType) -> bool:
 
 def is_ours(defined: type | FunctionType) -> bool:
     """Whether this package defines it."""
-    return defined.__module__.partition(".")[0] == __name__.partition(".")[0]
+    # Functions of code that was run without a module's name have none.
+    return (defined.__module__ or "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def is_own_object(value: Any) -> bool:
