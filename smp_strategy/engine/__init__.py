@@ -23,7 +23,6 @@ It is the one place that knows every part of the package. In reading order:
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
 * ``run_outcome.py``, ``broken_updates.py``: errors that have ended steps and updates, which decide what may come next.
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
-* ``optimizer_settings.py``: learning rates and the like, compared among all ranks at each update.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.

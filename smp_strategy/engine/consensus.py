@@ -1,7 +1,5 @@
 """Consensus of all ranks before the first step: equal initial values, and a single partition."""
 
-import hashlib
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,18 +7,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import META_TENSORS, MODEL, refused_meta
+from smp_strategy.errors import SMPError
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.planning.partition.partition import Partition
 
 __all__ = ["agree_on", "start_alike"]
 
 
-def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
+def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = False) -> int:
     """Broadcast the parameters and buffers of rank 0 to all ranks; collective.
 
     Args:
         module: Module to train.
+        ledger: Earlier notes, compared together with the model.
         may_lack_values: Whether tensors may be on the meta device, the same ones on all ranks.
 
     Returns:
@@ -31,8 +32,12 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
         SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    _agree_on_meta([name for tensor, name in tensors.items() if lacks_values(tensor)], may_lack_values)
-    _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
+    without_values = [name for tensor, name in tensors.items() if lacks_values(tensor)]
+    ledger.note(META_TENSORS, (may_lack_values, without_values))
+    ledger.note(MODEL, [(name, _described(tensor)) for tensor, name in tensors.items()])
+    ledger.compare("the beginning of training")
+    if without_values and not may_lack_values:
+        raise refused_meta(without_values[0])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
     collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()
     with torch.no_grad():
@@ -48,38 +53,6 @@ def _described(tensor: Tensor) -> str:
     history = tensor.history if isinstance(tensor, DeferredTensor) else ()
     changes = f", changed by {' and '.join(history)}" if history else ""
     return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}{changes}"
-
-
-def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
-    digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
-    digests = collectives.gather_objects(digest, "a comparison of the ranks' models")
-    if len(set(digests)) == 1:
-        return
-    found = collectives.gather_objects(described, "a comparison of the ranks' parameters")
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = itertools.zip_longest(found[0], found[rank], fillvalue=("nothing", "which it has not"))
-    (mine, is_so), (theirs, is_other) = next((one, other) for one, other in pairs if one != other)
-    raise SMPError(
-        f"Ranks have different models: where rank 0 has `{mine}` ({is_so}), rank {rank} has `{theirs}` ({is_other}). "
-        "Build the same model on every rank, and freeze the same parameters."
-    )
-
-
-def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-    found = collectives.gather_objects((digest, len(names), names[:1]), "the beginning of training")
-    some = next((first[0] for _, _, first in found if first), None)
-    if some is not None and not may_lack_values:
-        raise ConfigError(
-            f"`{some}` is on the meta device and has no values. Set `delayed_parameter_initialization=True`, so that "
-            "every rank gives values to its own share of the model, or build the model on a real device."
-        )
-    if len({digest for digest, _, _ in found}) > 1:
-        counts = [count for _, count, _ in found]
-        raise SMPError(
-            f"Ranks have different tensors on the meta device: `{some}`, for example; by rank, so many: {counts}. "
-            "Build the same model on every rank."
-        )
 
 
 def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:

@@ -94,10 +94,11 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
         mesh,
         parts.config,
         parts.delayed,
+        parts.ledger,
         copies=copies,
-        everyone_sees=parts.gradients_are_seen,
         split=layout.split,
     )
+    local_model.show_gradients(everyone=parts.gradients_are_seen)
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
     transport = _connect(parts, local_model)

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.ledger import Topic
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest, refused
+from smp_strategy.distributed.agreement.topics import compare_now
 from smp_strategy.distributed.handle import Handle
-from smp_strategy.distributed.same_inputs import NO_INPUTS, InputDigest, refused
 from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
@@ -42,6 +44,7 @@ __all__ = ["TensorGroup"]
 Memory = TypeVar("Memory")
 
 _SPLIT = "parts of layers that are split"
+_KNOWN = "what ranks know of split layers"
 
 
 @final
@@ -247,7 +250,11 @@ class TensorGroup:
 
     def objects(self, value: Any) -> list[Any]:
         """All-gather of ``value``, any object that can be pickled."""
-        return collectives.gather_objects(value, "what ranks know of split layers", self._group)
+        return collectives.gather_objects(value, _KNOWN, self._group)
+
+    def compare(self, topic: Topic, value: Any) -> None:
+        """Compare ``value``, or raise the error of ``topic``."""
+        compare_now(topic, value, _KNOWN, self._group)
 
     def remember(self, memory: object) -> None:
         """Store ``memory`` for layers that are called later, replacing the last one of its class."""

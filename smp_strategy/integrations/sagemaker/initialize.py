@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
-from smp_strategy.distributed.common_settings import compare, of_options, of_process, shown
+from smp_strategy.distributed.agreement.common_settings import of_options, of_process, shown
+from smp_strategy.distributed.agreement.topics import SETTINGS, compare_now
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
@@ -57,7 +58,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     speak(OF_SAGEMAKER)
     parameters = {f"the parameter `{name}`": shown(value) for name, value in given.parameters.items()}
     options = of_options(SMPConfig.from_sagemaker_options(given.options), "the option `{}`")
-    compare({**parameters, **options, **of_process()}, "`smp.init`")
+    compare_now(SETTINGS, {**parameters, **options, **of_process()}, "`smp.init`")
     run = RunState(given, device)
     begin_current(run)
     run.at_end += [GlobalClipping().remove, refuse_unwrapped(run)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.same_inputs import digest_of
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.integrations.sagemaker.run_state import RunState
 
 __all__ = ["SameBatches"]
