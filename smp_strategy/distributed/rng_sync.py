@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.same_inputs import digest_of
-from smp_strategy.distributed.agreement.topics import NUM_BATCHES, compare_now
+from smp_strategy.distributed.agreement.topics import NUM_BATCHES
 from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
 from smp_strategy.errors import SMPError
 
@@ -199,7 +200,7 @@ class DataReaders:
         """
         if self._partners is None:
             return
-        compare_now(NUM_BATCHES, what, "a comparison of how many batches there are", self._partners())
+        Ledger().note(NUM_BATCHES, what).compare("a comparison of how many batches there are", self._partners())
 
 
 class _Alone:

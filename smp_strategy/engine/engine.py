@@ -31,10 +31,9 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
 from smp_strategy.engine import new_step_kinds, run_step
 from smp_strategy.engine.checkpointing import SavedState
-from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.first_attach import begin_layout, lay_out, serves
+from smp_strategy.engine.first_attach import begin_layout, lay_out, serves, start_alike
 from smp_strategy.engine.hooks.run_hook import run_hook
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
@@ -407,7 +406,7 @@ class Engine:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.compared(self.mesh):
+        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.explained():
             yield
             self._parts.loss_weighting.end()
 

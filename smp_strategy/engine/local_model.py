@@ -36,11 +36,11 @@ from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import UPDATE
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
-from smp_strategy.engine.broken_updates import BrokenUpdates
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.own_parameters import OwnParameters
+from smp_strategy.engine.run_outcome import BrokenUpdates
 from smp_strategy.engine.sharded_parameters import shard_parameters
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError

@@ -12,7 +12,7 @@ next one begins, or before values leave the ranks.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 import torch.distributed as dist
@@ -28,22 +28,11 @@ class Topic(NamedTuple):
     """Something that all ranks must have alike. A constant of a module, since ranks send it to each other."""
 
     name: str
-    """Name for readers of the code."""
     explain: Callable[[Mapping[int, Any]], SMPError]
     """Makes the error, given the values by global rank; an empty tuple for a rank that has noted nothing."""
 
 
-class _Comparison(NamedTuple):
-    """Comparison that has begun."""
-
-    notes: Sequence[tuple[Topic, Any]]
-    doing: str
-    group: dist.ProcessGroup | None
-    handle: Handle[object]
-    differs: Callable[[], bool]
-    """Returns whether digests differ; valid once the handle is done."""
-    is_flagged: Callable[[], bool]
-    """Returns whether a rank has raised its flag; as above."""
+Notes = Sequence[tuple[Topic, Any]]
 
 
 @final
@@ -51,8 +40,8 @@ class Ledger:
     """Notes of this rank that are to be compared with those of other ranks.
 
     Args:
-        probes: Whether :meth:`is_alike` is asked. Then ranks compare by an all-gather. Otherwise they compare by
-            messages that only ranks in the same call receive.
+        probes: Whether :meth:`is_alike` is asked. Then ranks compare by an all-gather. Otherwise they compare where
+            they are as well.
 
     Attributes:
         is_paced: Whether somebody begins a comparison before each step, so that nobody else has to.
@@ -63,38 +52,25 @@ class Ledger:
         self.is_paced = self.is_flagged = False
         self._probes = probes
         self._notes: list[tuple[Topic, Any]] = []
-        self._begun: _Comparison | None = None
-        self._is_over = True
+        self._was_alike = True
+        self._begun: tuple[Handle[list[list[int]]], Callable[[], None]] | None = None
 
-    def note(self, topic: Topic, value: Any) -> None:
-        """Let the next comparison include ``value``, which must be the same on all ranks.
-
-        Args:
-            topic: What it is.
-            value: Plain values, which have the same text in two processes if they are equal.
-        """
+    def note(self, topic: Topic, value: Any) -> Self:
+        """Let the next comparison include ``value``: plain values that have the same text wherever they are equal."""
         self._notes.append((topic, value))
+        return self
 
     def compare(self, doing: str, group: dist.ProcessGroup | None = None) -> None:
-        """Compare all notes now, and wait for the result. Collective over ``group``.
-
-        Args:
-            doing: Purpose, in words that continue "waits for"; the same on all ranks.
-            group: Ranks that compare; ``None``: all.
-
-        Raises:
-            SMPError: The error of the first topic that differs, on all ranks.
-            ApartError: Ranks are in different calls.
-        """
-        notes, self._notes = self._notes, []
-        if dist.get_world_size(group) > 1 and len(set(collectives.gather_numbers(_digest(notes), doing, group))) > 1:
-            _raise_difference(notes, doing, group)
+        """Compare all notes now, and wait for the result; arguments and errors as for :meth:`begin`. Collective."""
+        self.begin(doing, group)
+        self.check()
 
     def begin(self, doing: str, group: dist.ProcessGroup | None = None, *, flag: bool = False) -> None:
         """Begin to compare all notes, once the last comparison is over. Collective over ``group``.
 
         Args:
-            doing, group: As for :meth:`compare`.
+            doing: Purpose, in words that continue "waits for"; the same on all ranks.
+            group: Ranks that compare; ``None``: all.
             flag: Flag of this rank; see :attr:`is_flagged`.
 
         Raises:
@@ -102,64 +78,58 @@ class Ledger:
         """
         self.check()
         notes, self._notes = self._notes, []
+        self.is_flagged |= flag and dist.get_world_size(group) == 1
         if dist.get_world_size(group) == 1:
-            self.is_flagged |= flag
             return
-        digest = _digest(notes)
+        mine = [_digest(notes), int(flag)]
         if self._probes:
-            mine = torch.tensor([digest], device="cpu")
-            found = [torch.full_like(mine, -1) for _ in range(dist.get_world_size(group))]
-            handle = collectives.all_gather(found, mine, group=group, doing=doing)
-            self._begun = _Comparison(notes, doing, group, handle, lambda: any(each != mine for each in found), bool)
+            tensor = torch.tensor(mine, device="cpu")
+            parts = [tensor.clone() for _ in range(dist.get_world_size(group))]
+            gathered = collectives.all_gather(parts, tensor, group=group, doing=doing)
+            handle = gathered.then(lambda _: [part.tolist() for part in parts])
         else:
-            extremes = torch.tensor([digest, -digest, int(flag)], device="cpu")
-            handle = collectives.reduce_numbers(extremes, dist.ReduceOp.MAX, group=group, doing=doing)
-            self._begun = _Comparison(
-                notes,
-                *(doing, group, handle),
-                differs=lambda: bool(extremes[0] != -extremes[1]),
-                is_flagged=lambda: bool(extremes[2]),
-            )
-        self._is_over = False
+            handle = collectives.compare_places(doing, group, mine)
+        self._begun = handle, lambda: _raise_difference(notes, doing, group)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a comparison has begun that nobody has waited for."""
+        return self._begun is not None
 
     def is_alike(self) -> bool:
         """Whether the notes of the comparison that has begun last are known to be the same; does not wait."""
-        begun = self._begun
-        return begun is not None and begun.handle.is_done() and not begun.differs()
+        if self._begun is not None and self._begun[0].is_done():
+            return _are_alike(self._begun[0].wait())
+        return self._begun is None and self._was_alike
 
     def check(self) -> None:
         """Wait for the comparison that has begun, if any. Collective over its ranks.
 
         Raises:
             SMPError: The error of the first topic that differs, on all ranks.
+            ApartError: Ranks are in different calls.
         """
-        begun = self._begun
-        if begun is None or self._is_over:
+        if self._begun is None:
             return
-        self._is_over = True
-        begun.handle.wait()
-        self.is_flagged |= begun.is_flagged()
-        if begun.differs():
-            _raise_difference(begun.notes, begun.doing, begun.group)
+        (handle, explain), self._begun = self._begun, None
+        found = handle.wait()
+        self.is_flagged |= any(flag for _, flag in found)
+        self._was_alike = _are_alike(found)
+        if not self._was_alike:
+            explain()
+
+    def settle(self, doing: str) -> None:
+        """Check, and compare notes that no comparison has included yet, before values leave the ranks. Collective."""
+        self.check()
+        if self._notes:
+            self.compare(doing)
 
     def clear(self) -> None:
         """Forget all notes and the comparison that has begun: an error has ended the run, and ranks may be anywhere."""
-        self._notes.clear()
-        self._begun = None
-        self.is_flagged = False
-
-    def settle(self, doing: str, group: dist.ProcessGroup | None = None) -> None:
-        """Check, and compare notes that have not been sent, before values leave the ranks. Collective.
-
-        Args:
-            doing, group: As for :meth:`compare`.
-        """
-        self.check()
-        if self._notes:
-            self.compare(doing, group)
+        self._notes, self._begun, self.is_flagged = [], None, False
 
 
-def _digest(notes: Sequence[tuple[Topic, Any]]) -> int:
+def _digest(notes: Notes) -> int:
     text = hashlib.blake2b(digest_size=7)
     for topic, value in notes:
         plain = sorted(value.items()) if isinstance(value, Mapping) else value
@@ -167,14 +137,16 @@ def _digest(notes: Sequence[tuple[Topic, Any]]) -> int:
     return int.from_bytes(text.digest())
 
 
-def _raise_difference(notes: Sequence[tuple[Topic, Any]], doing: str, group: dist.ProcessGroup | None) -> None:
-    # A rank that has noted something else may still be in its step, and wait for this one.
+def _are_alike(found: Sequence[Sequence[int]]) -> bool:
+    return len({digest for digest, *_ in found}) == 1
+
+
+def _raise_difference(notes: Notes, doing: str, group: dist.ProcessGroup | None) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    everyones = dict(zip(ranks, collectives.gather_objects(list(notes), f"{doing} that differ", group), strict=True))
-    topics = dict.fromkeys(topic for noted in everyones.values() for topic, _ in noted)
-    for topic in topics:
+    # A rank that has noted something else may still be in its step, and wait for this one.
+    everyones = dict(zip(ranks, collectives.gather_objects(notes, f"{doing} that differ", group), strict=True))
+    for topic in dict.fromkeys(topic for noted in everyones.values() for topic, _ in noted):
         values = ([value for other, value in noted if other == topic] for noted in everyones.values())
         for each in zip_longest(*values, fillvalue=()):
             if len(set(map(repr, each))) > 1:
                 raise topic.explain(dict(zip(everyones, each, strict=True)))
-    raise AssertionError(f"digests of equal notes differ: {notes}")

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final
-
-import torch.distributed as dist
+from typing import Final
 
 from smp_strategy.distributed.agreement.common_settings import Settings, differences, explained
-from smp_strategy.distributed.agreement.ledger import Ledger, Topic
+from smp_strategy.distributed.agreement.ledger import Topic
+from smp_strategy.distributed.agreement.same_inputs import refused
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 
 __all__ = [
     "CARRIED_REASON",
+    "INPUTS",
     "META_TENSORS",
     "MODEL",
     "NUM_BATCHES",
@@ -21,8 +21,6 @@ __all__ = [
     "SPLIT_LAYERS",
     "UNIT_ARGUMENTS",
     "UPDATE",
-    "compare_now",
-    "different_arguments",
     "refused_meta",
 ]
 
@@ -32,13 +30,6 @@ CARRIED_REASON: Final = (
     "it to the model (`position_ids`, say)."
 )
 """Reason for different arguments of units, and remedy."""
-
-
-def compare_now(topic: Topic, value: Any, doing: str, group: dist.ProcessGroup | None = None) -> None:
-    """Compare ``value`` alone; arguments and errors as for :meth:`Ledger.note` and :meth:`Ledger.compare`."""
-    ledger = Ledger()
-    ledger.note(topic, value)
-    ledger.compare(doing, group)
 
 
 def _different_settings(values: Mapping[int, Settings]) -> SMPError:
@@ -93,6 +84,12 @@ def _different_splits(values: Mapping[int, Sequence[tuple[str, str]]]) -> SMPErr
     )
 
 
+def _different_inputs(values: Mapping[int, tuple[str, int, int]]) -> SMPError:
+    (first, (doing, *mine)), *others = values.items()
+    rank, shapes = next((rank, shapes) for rank, (_, shapes, number) in others if [shapes, number] != mine)
+    return refused(doing, (first, rank), has_other_shapes=shapes != mine[0])
+
+
 def _different_program(values: Mapping[int, str]) -> SMPError:
     calls = zip_longest(*(each.split("\n") for each in values.values()), fillvalue="the end of the step")
     number, differing = next((n, call) for n, call in enumerate(calls) if len(set(call)) > 1)
@@ -105,7 +102,7 @@ def _different_program(values: Mapping[int, str]) -> SMPError:
     )
 
 
-def different_arguments(values: Mapping[int, Mapping[int, Sequence[str]]]) -> SMPError:
+def _different_arguments(values: Mapping[int, Mapping[int, Sequence[str]]]) -> SMPError:
     """Error about calls of units, by rank and microbatch."""
     found = [dict(each) for each in values.values()]
     for microbatch in dict.fromkeys(microbatch for each in found for microbatch in each):
@@ -129,18 +126,11 @@ def _different_numbers_of_batches(values: Mapping[int, str]) -> SMPError:
 
 
 SETTINGS: Final = Topic("settings", _different_settings)
-"""Settings of the user by their names in the script; see :mod:`.common_settings`."""
 META_TENSORS: Final = Topic("meta tensors", _different_meta)
-"""Whether tensors may lack values, and the names of those that do."""
 MODEL: Final = Topic("model", _different_model)
-"""Name and description of each parameter and buffer."""
 SPLIT_LAYERS: Final = Topic("split layers", _different_splits)
-"""How each layer is split; among the ranks of a tensor-parallel group."""
 UPDATE: Final = Topic("update", _different_update)
-"""Settings of an optimizer when it updates weights."""
+INPUTS: Final = Topic("inputs", _different_inputs)
 PROGRAM: Final = Topic("program", _different_program)
-"""Calls of a step or hook, one a line; among the stages of a replica."""
-UNIT_ARGUMENTS: Final = Topic("arguments of units", different_arguments)
-"""Calls of units that get an object again, by microbatch; among the stages of a replica."""
+UNIT_ARGUMENTS: Final = Topic("arguments of units", _different_arguments)
 NUM_BATCHES: Final = Topic("number of batches", _different_numbers_of_batches)
-"""Number of batches, or whether there is one more; among ranks that put samples together."""

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.agreement.common_settings import shown
-from smp_strategy.distributed.agreement.topics import SETTINGS, compare_now
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
@@ -184,7 +185,7 @@ class DelegatingStrategy(Host):
         """Compare how many batches the ranks have, and continue with the data and random numbers of an earlier run."""
         settings = settings_of_steps(self._trainer_of_module())
         told = {name: shown(value) for name, value in settings.items()}
-        compare_now(SETTINGS, told, "the beginning of training")
+        Ledger().note(SETTINGS, told).compare("the beginning of training")
         self._resume.on_train_start()
 
     def on_train_end(self) -> None:

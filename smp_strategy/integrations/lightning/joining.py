@@ -5,7 +5,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
-from smp_strategy.distributed.agreement.topics import SETTINGS, compare_now
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.door_words import OF_LIGHTNING, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.process_groups import carry_host_tensors
@@ -50,4 +51,4 @@ def join_group(strategy: Any, settings: dict[str, str], store: dist.Store | None
     begin_run()
     speak(OF_LIGHTNING)
     if store is None:
-        compare_now(SETTINGS, settings, _COMPARING)
+        Ledger().note(SETTINGS, settings).compare(_COMPARING)
