@@ -12,8 +12,7 @@ Reading order:
 * ``shared_arena``, ``first_fit``: memory that processes of a machine share; the addresses in it (pure).
 * ``device_paths``: ways from one accelerator to another, each behind an interface of its own.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
-* ``common_settings``, ``first_meeting``: settings that all ranks must have alike; comparison before there is a group.
-* ``same_inputs``: digests of inputs, which ranks of a replica compare when a step begins.
+* ``agreement``: what must be the same on all ranks, how they compare it, and what errors say.
 * ``main_process_calls``: other ranks take part in what only the main process calls.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.

@@ -19,7 +19,6 @@ __all__ = [
     "ANNOUNCEMENTS",
     "BANDWIDTH",
     "CLOCKS",
-    "COMPARED",
     "HOOKS",
     "MAIN_PROCESS",
     "NEVER_SENT",
@@ -51,8 +50,6 @@ NUMBERS: Final = (1 << 31) - 2
 """Digest, count and size at the start of an exchange."""
 TEXTS: Final = (1 << 31) - 3
 """Descriptions of where ranks are, once they turned out to be in different calls."""
-COMPARED: Final = (1 << 31) - 4
-"""Comparison of places that each rank of a small group sends to each."""
 CLOCKS: Final = (1 << 31) - 5
 """Times that stages ask each other for."""
 BANDWIDTH: Final = (1 << 31) - 6

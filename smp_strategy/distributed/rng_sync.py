@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.same_inputs import digest_of
+from smp_strategy.distributed.agreement.topics import NUM_BATCHES
 from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
-from smp_strategy.distributed.same_inputs import digest_of
 from smp_strategy.errors import SMPError
 
 __all__ = ["BatchSource", "DataReaders", "LoaderState"]
@@ -198,14 +200,7 @@ class DataReaders:
         """
         if self._partners is None:
             return
-        group = self._partners()
-        found = collectives.gather_objects(what, "a comparison of how many batches there are", group)
-        if any(each != found[0] for each in found):
-            raise SMPError(
-                f"With `prescaled_batch=False` a step needs samples of all ranks of a tensor-parallel group, but they "
-                f"do not have the same number of batches ({', '.join(map(str, found))}). Let the dataset give each "
-                "rank as many, as data-parallel training needs it as well."
-            )
+        Ledger().note(NUM_BATCHES, what).compare("a comparison of how many batches there are", self._partners())
 
 
 class _Alone:

@@ -26,7 +26,7 @@ from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import BegunCollective, user_code, watch_of
 from smp_strategy.distributed.failure import current_run
 from smp_strategy.distributed.handle import Handle
-from smp_strategy.distributed.message_tags import COMPARED, NUMBERS, TEXTS, reduced_numbers
+from smp_strategy.distributed.message_tags import NUMBERS, TEXTS, reduced_numbers
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import ApartError
 
@@ -61,24 +61,32 @@ _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
 }
 
 
-def compare_places(doing: str, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> Handle[list[list[int]]]:
-    """Begin to compare where the ranks of a small group are, as :func:`barrier` does; compute until you need to know.
+def compare_places(doing: str, group: dist.ProcessGroup | None, numbers: Sequence[int] = ()) -> Handle[list[list[int]]]:
+    """Begin to compare where ranks are, as :func:`barrier` does; compute until you need to know.
 
-    Each sends to each, so that the numbers are there when a rank comes to wait. The wait raises :class:`ApartError` if
-    ranks are in different calls.
+    In a small group each sends to each, so that the numbers are there when a rank comes to wait. The wait raises
+    :class:`ApartError` if ranks are in different calls.
 
     Args:
         doing: Purpose, as for :func:`begin`.
-        group: Ranks that compare.
+        group: Ranks that compare; ``None``: all.
         numbers: Numbers of this rank to send along, equally many on all.
 
     Returns:
         Handle of the numbers of each rank.
     """
+    group = _group(group)
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, *numbers], dtype=torch.int64, device="cpu")
     try:
-        found, waits = _sent_to_each(mine, group, COMPARED)
+        if group.size() > _MOST_SENDERS:
+            found = [mine.clone() for _ in range(group.size())]
+            gathered = dist.all_gather(found, mine, group=group, async_op=True)
+            assert gathered is not None
+            waits: list[Callable[[], object]] = [gathered.wait]
+        else:
+            # An earlier run may have failed after one rank has sent its numbers, and before another has.
+            found, waits = _sent_to_each(mine, group, reduced_numbers(zlib.crc32(f"places {current_run()}".encode())))
     except RuntimeError as error:
         _raise(meeting, error)
 
@@ -90,11 +98,12 @@ def compare_places(doing: str, group: dist.ProcessGroup, numbers: Sequence[int] 
     return meeting.work(lambda: [wait() for wait in waits]).then(compare)
 
 
-def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[list[Tensor], list[Callable[[], None]]]:
+def _sent_to_each(mine: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[list[Tensor], list[Callable[[], object]]]:
     """Begin to send ``mine`` to each rank: everyone's, in the order of the ranks, after all waits."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
-    found = [mine if rank == group.rank() else torch.empty_like(mine) for rank in range(group.size())]
-    waits = [pending_messages.receive(found[rank], rank, tag, group) for rank in others]
+    # With torch's `fake` backend only this rank exists; all others have the same then.
+    found = [mine if rank == group.rank() else mine.clone() for rank in range(group.size())]
+    waits: list[Callable[[], object]] = [pending_messages.receive(found[rank], rank, tag, group) for rank in others]
     return found, waits + [pending_messages.send(mine, rank, tag, group) for rank in others]
 
 

@@ -4,8 +4,8 @@ It is the one place that knows every part of the package. In reading order:
 
 * ``engine.py``: the facade that front doors call: attach, steps, gradients, optimizer updates, state, detach.
 * ``engine_parts.py``: the parts of an engine, shared with its reports and its saved state.
-* ``first_attach.py``, ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: mesh and units,
-  degrees of the mesh axes, the user's decisions on the partition, equal initial values on all ranks.
+* ``first_attach.py``, ``degrees.py``, ``given_partition.py``: before the first step: equal initial values on all ranks,
+  mesh and units, degrees of the mesh axes, the user's decisions on the partition.
 * ``parallelize.py``, ``layout.py``: the first step, in order: split layers, decide the partition, free the values of
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
@@ -21,9 +21,8 @@ It is the one place that knows every part of the package. In reading order:
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
-* ``run_outcome.py``, ``broken_updates.py``: errors that have ended steps and updates, which decide what may come next.
+* ``run_outcome.py``: errors that have ended steps and updates, which decide what may come next.
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
-* ``optimizer_settings.py``: learning rates and the like, compared among all ranks at each update.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``inspection.py``, ``startup_report.py``, ``first_step_report.py``: reports on demand, once at the start, and at the

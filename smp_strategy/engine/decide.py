@@ -10,12 +10,12 @@ from torch import Tensor
 
 from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device_memory import memory_of_stages
 from smp_strategy.distributed.mesh_shape import MeshShape
-from smp_strategy.engine.consensus import agree_on
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run
 from smp_strategy.engine.given_partition import GivenPartition
-from smp_strategy.errors import ConfigError
+from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.job import Step
@@ -26,7 +26,7 @@ from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import chain_of
 from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
 
-__all__ = ["decide", "partition_of", "step_program", "relief_of"]
+__all__ = ["agree_on", "decide", "partition_of", "step_program", "relief_of"]
 
 
 def decide(
@@ -176,3 +176,28 @@ def _as_training(trace: Trace) -> Trace:
     """``trace`` of a step without a loss (validation, or manual backward) with its last result as the loss."""
     last = [value.id for event in trace.events for value in event.outputs if value.requires_grad][-1:]
     return trace if trace.loss is not None or not last else replace(trace, loss=last[0])
+
+
+def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:
+    """Agree on a single partition for all ranks; collective.
+
+    Replicas read different batches. Their shapes, and values if a step depends on them, lead to different costs and
+    paths. So all ranks take the partition of rank 0, and hold each tensor that code above the units uses on any rank.
+
+    Args:
+        partition: Partition that this rank has found.
+        used_by_glue: Names of tensors of units that code above the units uses here.
+
+    Raises:
+        SMPError: the modules of the ranks have different units.
+    """
+    found = collectives.gather_objects((partition, list(used_by_glue)), "the decision about the partition")
+    units = [sorted(theirs.stage_of) for theirs, _ in found]
+    differing = [rank for rank, names in enumerate(units) if names != units[0]]
+    if differing:
+        name = min(set(units[0]) ^ set(units[differing[0]]))
+        raise SMPError(
+            f"Ranks {differing} have other units than rank 0: `{name}`, for example, is not on all of them. Build the "
+            "same model on every rank."
+        )
+    return found[0][0], sorted({name for _, names in found for name in names})

@@ -31,10 +31,9 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
 from smp_strategy.engine import new_step_kinds, run_step
 from smp_strategy.engine.checkpointing import SavedState
-from smp_strategy.engine.consensus import start_alike
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine_parts import EngineParts
-from smp_strategy.engine.first_attach import begin_layout, lay_out, serves
+from smp_strategy.engine.first_attach import begin_layout, lay_out, serves, start_alike
 from smp_strategy.engine.hooks.run_hook import run_hook
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
@@ -98,7 +97,7 @@ class Engine:
         self.device = chosen(device)
         self._parts = EngineParts(config, self.device, timeout, report)
         self._parts.chose_microbatches |= chose_microbatches
-        self._calls = self._parts.calls
+        self._calls, self.ledger = self._parts.calls, self._parts.ledger
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)
         self._without_masters: Mapping[str, nn.Parameter] = {}
@@ -106,8 +105,7 @@ class Engine:
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.known: Callable[[], BatchSource | None] = lambda: None
         self.settings: Callable[[], Mapping[str, object]] = dict
-        self.num_updates = 0
-        self.outcome = RunOutcome()
+        self.num_updates, self.outcome = 0, RunOutcome()
         self._kinds, self._sizes = set[str](), tuple[int, ...]()  # of steps; samples in each microbatch
 
     # Setting up
@@ -210,7 +208,7 @@ class Engine:
         self.outcome = RunOutcome()
         if self.config.fp16_params:
             halve(module, torch.float16)
-        seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
+        seed = start_alike(module, self.ledger, may_lack_values=self.config.delayed_parameter_initialization)
         if self._parts.module is None:
             begin_layout(self._parts, module, seed, is_placed=is_placed)
         self._calls.intercept(self.layout.units, module)
@@ -248,7 +246,9 @@ class Engine:
         self.outcome.end(failed=failed, has_broken_update=is_broken)
         self._calls.give_back()
         self._parts.late.give_optimizers()
-        if restores and not failed and local_model is not None:
+        if failed:
+            self.ledger.clear()
+        elif restores and local_model is not None:
             local_model.restore(self.config.restored_on)
 
     @property
@@ -402,7 +402,7 @@ class Engine:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.compared(self.mesh):
+        with self.outcome.noted(), told_of_microbatches(self._sizes), self._parts.carried.explained():
             yield
             run_step.finish(self._parts)
 

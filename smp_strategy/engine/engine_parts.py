@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest, digest_of
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.same_inputs import NO_INPUTS, InputDigest, digest_of
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.dry_run import DryRunInput
 from smp_strategy.engine.hooks.views import Views
@@ -54,6 +55,7 @@ class EngineParts:
         calls: intercepts calls of units.
         views: of the user's hooks.
         late: state that waits for the first step.
+        ledger: notes for comparison with all ranks.
         carried: objects that units change and get again; exists once there is a runtime.
         delayed: tensors on the meta device; exists once a module is attached.
         known_mesh, known_layout: ``None`` before a module is attached.
@@ -86,6 +88,7 @@ class EngineParts:
         self.calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
         self.views = Views()
         self.late = PendingState()
+        self.ledger = Ledger()
         self.known_mesh: ProcessMesh | None = None
         self.known_layout: Layout | None = None
         self.local_model: LocalModel | None = None

@@ -1,4 +1,4 @@
-"""First attachment of a module: process mesh, units and tensors without values; the partition is decided later.
+"""First attachment of a module: equal values on all ranks, process mesh and units; the partition is decided later.
 
 Annotations on modules (stages, checkpointing) are checked here and read again in the first step: scripts may add some
 after the model is wrapped.
@@ -6,8 +6,13 @@ after the model is wrapped.
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import META_TENSORS, MODEL, refused_meta
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
@@ -15,10 +20,50 @@ from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
 from smp_strategy.engine.layout import Layout
 from smp_strategy.model.annotations import placed_modules
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import measuring_device
 
-__all__ = ["begin_layout", "lay_out", "serves"]
+__all__ = ["begin_layout", "lay_out", "serves", "start_alike"]
+
+
+def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = False) -> int:
+    """Broadcast the parameters and buffers of rank 0 to all ranks; collective.
+
+    Args:
+        module: Module to train.
+        ledger: Earlier notes, compared together with the model.
+        may_lack_values: Whether tensors may be on the meta device, the same ones on all ranks.
+
+    Returns:
+        A seed that is equal on all ranks: that of rank 0's generator.
+
+    Raises:
+        ConfigError: tensors are on the meta device, and may not be.
+        SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
+    """
+    tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    without_values = [name for tensor, name in tensors.items() if lacks_values(tensor)]
+    ledger.note(META_TENSORS, (may_lack_values, without_values))
+    ledger.note(MODEL, [(name, _described(tensor)) for tensor, name in tensors.items()])
+    ledger.compare("the beginning of training")
+    if without_values and not may_lack_values:
+        raise refused_meta(without_values[0])
+    seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
+    collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()
+    with torch.no_grad():
+        for tensor in tensors:
+            if not lacks_values(tensor):
+                collectives.broadcast(tensor.detach(), 0, group=None, doing="the weights of rank 0").wait()
+    return int(seed)
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
+    # Values that are read later cannot be broadcast from rank 0.
+    history = tensor.history if isinstance(tensor, DeferredTensor) else ()
+    changes = f", changed by {' and '.join(history)}" if history else ""
+    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}{changes}"
 
 
 def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed: bool) -> None:

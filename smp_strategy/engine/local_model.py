@@ -31,14 +31,16 @@ from smp_strategy.data_parallel.optimizer_state import FullOptimizerState, mark_
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.common_settings import of_optimizer, plain
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import UPDATE
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
-from smp_strategy.engine.broken_updates import BrokenUpdates
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.hooks.views import Views
-from smp_strategy.engine.optimizer_settings import ComparedSettings
 from smp_strategy.engine.own_parameters import OwnParameters
+from smp_strategy.engine.run_outcome import BrokenUpdates
 from smp_strategy.engine.sharded_parameters import shard_parameters
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
@@ -50,6 +52,8 @@ from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
 __all__ = ["LocalModel"]
+
+_UPDATES = "the settings of optimizers"
 
 
 class OngoingBackward(NamedTuple):
@@ -73,8 +77,8 @@ class LocalModel:
         mesh: Process mesh.
         config: All options.
         delayed: Tensors without values yet, and the device where they are made.
+        ledger: Notes for comparison with all ranks.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
-        everyone_sees: Whether all replicas keep averaged gradients until the optimizer's step.
         split: Split layers; ``None``: there are none.
 
     Attributes:
@@ -93,9 +97,9 @@ class LocalModel:
         mesh: ProcessMesh,
         config: SMPConfig,
         delayed: DelayedModule,
+        ledger: Ledger,
         *,
         copies: Iterable[nn.Module] = (),
-        everyone_sees: bool = False,
         split: SplitLayerSet | None = None,
     ) -> None:
         self.ownership = ownership
@@ -118,7 +122,7 @@ class LocalModel:
         )
         ownership.release(mesh.stage, copies)
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
-        self._state = ZeroOptimizer(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
+        self._state = ZeroOptimizer(ownership, mesh, is_on=deals_out, everyone_sees=False)
         self.sharded = None
         if mesh.shard_group is not None:
             self.sharded = shard_parameters(module, ownership, mesh, config, delayed)
@@ -132,7 +136,7 @@ class LocalModel:
         self._tried: dict[Optimizer, list[int]] = {}
         self._updating: Optimizer | None = None
         self._broken = BrokenUpdates()
-        self._settings = ComparedSettings()
+        self._ledger, self._settings = ledger, dict[str, object]()  # of the next update, beside the optimizer's
         self.reduction = Reduction(
             ownership,
             mesh,
@@ -288,13 +292,22 @@ class LocalModel:
         max_norm = self._config.sdp_gradient_clipping
         norm = None if max_norm is None else self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
-        self._settings.begin(optimizer, settings)
+        self._note_update(optimizer, settings)
         self._state.begin_update(optimizer)
         self._wide.begin_update(parameters)
         if self.sharded is not None:
             self.sharded.show_pieces(parameters)
         self._updating = optimizer
         return norm
+
+    def _note_update(self, optimizer: Optimizer, settings: Mapping[str, object]) -> None:
+        """Let ranks compare the settings of an update. The result is looked at before the next update or save."""
+        self._ledger.check()
+        others, self._settings = {**settings, **self._settings}, {}
+        values = of_optimizer(optimizer) | {name: plain(value) for name, value in others.items()}
+        self._ledger.note(UPDATE, values)
+        if not self._ledger.is_paced:
+            self._ledger.begin(_UPDATES)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""
@@ -318,7 +331,7 @@ class LocalModel:
     def compare_updates(self) -> None:
         """Before values leave the ranks: refuse weights that ranks have updated differently. Collective."""
         self.refuse_broken_update()
-        self._settings.check()
+        self._ledger.settle(_UPDATES)
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
@@ -336,7 +349,7 @@ class LocalModel:
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm; see :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
-        self._settings.note("the largest norm of gradients, to which they are clipped", max_norm)
+        self._settings["the largest norm of gradients, to which they are clipped"] = max_norm
         self._wide.widen(parameters)
         norm = self.reduction.norm(parameters, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]

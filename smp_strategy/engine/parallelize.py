@@ -32,8 +32,7 @@ from smp_strategy.config.config import option_types
 from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
-from smp_strategy.engine.consensus import agree_on
-from smp_strategy.engine.decide import decide
+from smp_strategy.engine.decide import agree_on, decide
 from smp_strategy.engine.dry_run import dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
@@ -45,7 +44,6 @@ from smp_strategy.errors import SMPError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
@@ -94,10 +92,11 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
         mesh,
         parts.config,
         parts.delayed,
+        parts.ledger,
         copies=copies,
-        everyone_sees=parts.gradients_are_seen,
         split=layout.split,
     )
+    local_model.show_gradients(everyone=parts.gradients_are_seen)
     local_model.take_optimizers(parts.optimizers)
     parts.late.load(local_model.holdings)
     transport = _connect(parts, local_model)
@@ -306,8 +305,8 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
     if parts.config.compile:
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
             parts.calls.compile(name)
-    parts.carried = CarriedObjects()
-    return Runtime(stage, parts.private_state(glue), called=parts.carried.note if mesh.pp > 1 else None)
+    parts.carried = stage.carried
+    return Runtime(stage, parts.private_state(glue), called=stage.carried.note if mesh.pp > 1 else None)
 
 
 def _watched(

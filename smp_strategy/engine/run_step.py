@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.distributed.rng_sync import BatchSource
-from smp_strategy.distributed.same_inputs import NO_INPUTS, compare_with_earlier
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.first_step_report import describe_first_step
 from smp_strategy.engine.microbatch_notes import (

@@ -17,7 +17,7 @@ from torch import nn
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.submodules import SubmoduleCalls
 from smp_strategy.activations.unit_wrapper import UnitWrapper
-from smp_strategy.distributed.same_inputs import compare_with_earlier, digest_of
+from smp_strategy.distributed.agreement.same_inputs import compare_with_earlier, digest_of
 from smp_strategy.errors import SMPError
 from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.model.patching import Patches

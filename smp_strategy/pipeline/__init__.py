@@ -111,8 +111,7 @@ sample_spread        Where the samples are in a tensor of the glue, and operatio
 End of a step:
 
 ==================== ==========================================================================================
-step_end             Agreement of the stages, then broadcast of the results.
-agreement            Comparison of the programs of all stages.
+step_end             Comparison of the programs of all stages, then broadcast of the results.
 results              Placed tensors become real on all stages.
 join_results         Merging of the microbatches' results.
 ==================== ==========================================================================================

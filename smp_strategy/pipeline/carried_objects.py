@@ -3,31 +3,23 @@
 Each stage has what its own units have put into such an object. Code above the units that asks the object, for the
 length of a cache to make a mask, gets the answer of its own stage, and an empty cache has another length than a full
 one. So from the call on in which a unit gets an object for the second time in a microbatch, the stages note the
-arguments of units, and compare them at the end of the step.
+arguments of units, and compare them with their programs at the end of the step (:mod:`.step_end`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.distributed.agreement.topics import CARRIED_REASON
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.model.trace.side_effects import is_object
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["CarriedObjects", "refuse_different"]
-
-_REASON = (
-    "If code above the units asks such an object, which units change, each stage knows what its own units have put "
-    "there: the length of a cache, say. Leave the cache out (`use_cache=False`), or pass what depends on "
-    "it to the model (`position_ids`, say)."
-)
+__all__ = ["CarriedObjects"]
 
 
 @final
@@ -64,39 +56,23 @@ class CarriedObjects:
         if given.is_carried:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
 
+    def take(self) -> dict[int, list[str]]:
+        """Calls to be compared, by microbatch; they are forgotten here."""
+        calls = {microbatch: given.calls for microbatch, given in self._given.items() if given.is_carried}
+        self._given.clear()
+        return calls
+
     @contextmanager
-    def compared(self, mesh: ProcessMesh) -> Iterator[None]:
-        """Context of a step, at whose end all stages compare their calls. Collective if something is carried.
-
-        Args:
-            mesh: only for this step, since the process group of the stages ends with its last reference.
-
-        Raises:
-            UnsupportedError: stages have called a unit with other arguments.
-        """
+    def explained(self) -> Iterator[None]:
+        """Context of a step: its errors tell of objects that units have got again."""
         try:
             yield
         except Exception as error:
             if any(given.is_carried for given in self._given.values()):
-                error.add_note(f"A unit has got an object for the second time. {_REASON}")
+                error.add_note(f"A unit has got an object for the second time. {CARRIED_REASON}")
             raise
         finally:
-            mine = {microbatch: given.calls for microbatch, given in self._given.items() if given.is_carried}
             self._given.clear()
-        if mine:
-            refuse_different(collectives.gather_objects(mine, "arguments of units", mesh.pp_group))
-
-
-def refuse_different(stages: Sequence[Mapping[int, Sequence[str]]]) -> None:
-    """Raise an :class:`UnsupportedError` if the calls of the stages differ, by microbatch."""
-    for microbatch in stages[0]:
-        calls = zip(*(each.get(microbatch, ()) for each in stages), strict=False)
-        different = next((call for call in calls if len(set(call)) > 1), None)
-        if different is not None:
-            raise UnsupportedError(
-                "A unit is called with other arguments on one stage than on another "
-                f"({' and '.join(different)}; shapes, and sums of whole numbers). {_REASON}"
-            )
 
 
 def _about(leaf: Any) -> str:

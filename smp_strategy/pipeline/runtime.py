@@ -71,13 +71,10 @@ class Runtime:
         called: Callable[[int, Callee, Any, Any], None] | None = None,
         written: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
-        self.stage = stage
-        self._private = private
-        self.told = told
-        self.called = called
-        self.current = CurrentProgram()
+        self.stage, self._private = stage, private
+        self.told, self.called = told, called
+        self.current, self._threads = CurrentProgram(), ThreadPool()
         self.collectives = ReplicaCollectives(stage.replicas, self.current, meets=not stage.is_dry)
-        self._threads = ThreadPool()
         self.barriers = BarrierSteps(
             self.current, self.collectives, runner_of=self.runner_of, offloading=self._offloading, flush=self.flush
         )

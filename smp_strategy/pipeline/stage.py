@@ -12,6 +12,7 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.pipeline.carried_objects import CarriedObjects
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import Latest
 from smp_strategy.pipeline.rehearsal import Rehearsal
@@ -64,6 +65,8 @@ class Stage:
     """Ranks that stand for all ranks in the user's code."""
     agree: Callable[[bool], bool] = bool
     """Returns whether a condition holds on all tensor-parallel ranks of this stage; collective over them."""
+    carried: CarriedObjects = field(default_factory=CarriedObjects)
+    """Arguments of units, which stages compare if objects come to units again."""
     latest: Latest = field(default_factory=Latest)
     """Holder of the trace that new programs follow."""
     exposed: ExposedAttributes | None = None

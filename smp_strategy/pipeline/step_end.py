@@ -4,15 +4,18 @@ The broadcast needs the comparison first, as the results of different programs w
 background: no stage waits before the end of the step.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
-from smp_strategy.pipeline.agreement import begin_to_agree
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import PROGRAM, UNIT_ARGUMENTS
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.stage import Stage
 
-__all__ = ["StepEnd"]
+__all__ = ["THE_END", "StepEnd"]
+
+THE_END: Final = "the end of a step or hook"
+"""Purpose of the comparison, for messages."""
 
 
 @final
@@ -29,24 +32,21 @@ class StepEnd:
         self._stage = stage
         self._results = results
         self._sharing: Callable[[], Any] | None = None
-
-        def path() -> list[str]:
-            return [name for program in programs for name in program.program_trace.path]
-
-        digest = zlib.crc32("\n".join(path()).encode())
-        self._agreement = None if stage.transport is None else begin_to_agree(stage.transport, digest, path)
+        self._ledger = Ledger(probes=True)
+        if stage.transport is not None:
+            self._ledger.note(PROGRAM, "\n".join(name for each in programs for name in each.program_trace.path))
+            self._ledger.note(UNIT_ARGUMENTS, stage.carried.take()).begin(THE_END, stage.transport.group)
 
     def go_on(self) -> None:
         """Begin whatever can begin now, without waiting for other stages."""
         # Tensor-parallel ranks begin together: broadcasting a result may gather its parts from them.
-        if self._sharing is None and self._agreement is not None and self._stage.agree(self._agreement.is_reached()):
+        if self._sharing is None and self._stage.transport is not None and self._stage.agree(self._ledger.is_alike()):
             self.agree()
 
     def agree(self) -> None:
         """Wait for the comparison, raise if the stages have run different programs, and begin the broadcast."""
         if self._sharing is None:
-            if self._agreement is not None:
-                self._agreement.check()
+            self._ledger.check()
             self._sharing = self._stage.begin_to_make_real(self._results)
 
     def finish(self) -> Any:

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.ledger import Ledger, Topic
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest
+from smp_strategy.distributed.agreement.topics import INPUTS
 from smp_strategy.distributed.handle import Handle
-from smp_strategy.distributed.same_inputs import NO_INPUTS, InputDigest, refused
 from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
@@ -42,6 +44,7 @@ __all__ = ["TensorGroup"]
 Memory = TypeVar("Memory")
 
 _SPLIT = "parts of layers that are split"
+_KNOWN = "what ranks know of split layers"
 
 
 @final
@@ -69,7 +72,7 @@ class TensorGroup:
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
         self._inputs = NO_INPUTS
-        self._comparison: Handle[None] | None = None
+        self._ledger = Ledger()
 
     def begin(self, what: str, inputs: InputDigest = NO_INPUTS) -> None:
         """Begin a step; on all ranks of the group.
@@ -83,11 +86,10 @@ class TensorGroup:
             inputs: Digest of its inputs, if all ranks must have the same.
         """
         # See [Note: positions of a group's ranks].
-        comparison, self._comparison = self._comparison, None
-        if comparison is not None:  # unused, because the last step has sent nothing
-            comparison.wait()
+        if self._ledger.is_open:  # unused, because the last step has sent nothing
+            self._ledger.check()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
-            self._comparison = self._begin_comparison(what, inputs)
+            self._begin_comparison(what, inputs)
         self._place, self._inputs, self._is_agreed = what, inputs, False
 
     @contextmanager
@@ -137,18 +139,12 @@ class TensorGroup:
         if self._is_in_hook:
             collectives.barrier(self._place, self._group)
             return
-        comparison, self._comparison = self._comparison or self._begin_comparison(self._place, self._inputs), None
-        comparison.wait()
+        if not self._ledger.is_open:
+            self._begin_comparison(self._place, self._inputs)
+        self._ledger.check()
 
-    def _begin_comparison(self, what: str, inputs: InputDigest) -> Handle[None]:
-        ranks, here = dist.get_process_group_ranks(self._backend), self.rank
-
-        def check(found: list[list[int]]) -> None:
-            for rank, theirs in zip(ranks, found, strict=True):
-                if theirs != list(inputs):
-                    raise refused(what, (rank, ranks[here]), has_other_shapes=theirs[0] != inputs.shapes)
-
-        return collectives.compare_places(what, self._backend, inputs).then(check)
+    def _begin_comparison(self, what: str, inputs: InputDigest) -> None:
+        self._ledger.note(INPUTS, (what, *inputs)).begin(what, self._backend)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -247,7 +243,11 @@ class TensorGroup:
 
     def objects(self, value: Any) -> list[Any]:
         """All-gather of ``value``, any object that can be pickled."""
-        return collectives.gather_objects(value, "what ranks know of split layers", self._group)
+        return collectives.gather_objects(value, _KNOWN, self._group)
+
+    def compare(self, topic: Topic, value: Any) -> None:
+        """Compare ``value``, or raise the error of ``topic``."""
+        Ledger().note(topic, value).compare(_KNOWN, self._group)
 
     def remember(self, memory: object) -> None:
         """Store ``memory`` for layers that are called later, replacing the last one of its class."""
@@ -263,7 +263,8 @@ class TensorGroup:
 
     def close(self) -> None:
         """Release the process group; nothing can be sent afterwards."""
-        self._group = self._comparison = None
+        self._group = None
+        self._ledger.clear()
         self._is_agreed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

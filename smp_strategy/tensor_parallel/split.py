@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from smp_strategy.distributed.agreement.topics import SPLIT_LAYERS
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.padded_encoder import zero_padding_of
 from smp_strategy.model.shard_layout import Cut
@@ -214,14 +215,7 @@ def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, stri
         raise ConfigError(problems)
     if not group.sends(torch.empty(0)):
         return
-    decisions = group.objects([(line.name, line.how) for line in report.lines])
-    for rank, decision in enumerate(decisions):
-        if decision != decisions[0]:
-            odd = sorted(set(decision) ^ set(decisions[0]))
-            raise ConfigError(
-                f"Ranks 0 and {rank} of a tensor-parallel group would split layers differently ({odd[:2]}). Build the "
-                "same module, and say the same of it, on all ranks."
-            )
+    group.compare(SPLIT_LAYERS, [(line.name, line.how) for line in report.lines])
 
 
 def _split_all(

@@ -9,7 +9,7 @@ import torch
 from lightning_toy import metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
-from smp_strategy.distributed.same_inputs import digest_of
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 
 
 def unseed():

@@ -1,25 +1,23 @@
 """Stages compare digests of their calls at the end of a step; a difference is named."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import PROGRAM
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.agreement import begin_to_agree
 from smp_strategy.testing import run_ranks
 
 
 def compare(paths):
     rank = dist.get_rank()
-    transport = SimpleNamespace(rank=rank, stage_ranks=range(len(paths)), group=dist.group.WORLD)
-    path = paths[rank]
-    agreement = begin_to_agree(transport, hash(tuple(path)), lambda: path)
+    ledger = Ledger(probes=True).note(PROGRAM, "\n".join(paths[rank]))
+    ledger.begin("the end of a step", dist.group.WORLD)
     try:
-        agreement.check()
+        ledger.check()
     except UnsupportedError as error:
-        return str(error), agreement.is_reached()
-    return "", agreement.is_reached()
+        return str(error), ledger.is_alike()
+    return "", ledger.is_alike()
 
 
 @pytest.mark.one_in(1)

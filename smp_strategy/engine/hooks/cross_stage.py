@@ -18,7 +18,6 @@ weights, backups, copies of the model) stay where they are, for later hooks. Cal
 stages as in a step.
 """
 
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -29,6 +28,8 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import PROGRAM
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
@@ -37,9 +38,9 @@ from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwa
 from smp_strategy.model.ownership import HomeStages, Ownership, home_of
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.agreement import begin_to_agree
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.pipeline.step_end import THE_END
 from smp_strategy.pipeline.transport import Transport
 
 __all__ = ["HookView"]
@@ -178,7 +179,7 @@ class HookView:
         Raises:
             UnsupportedError: it did not.
         """
-        begin_to_agree(self._transport, zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
+        Ledger(probes=True).note(PROGRAM, "\n".join(self._path)).compare(THE_END, self._transport.group)
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""

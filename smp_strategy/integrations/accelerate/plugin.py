@@ -26,7 +26,8 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
-from smp_strategy.distributed.common_settings import compare
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.process_groups import carry_host_tensors
@@ -200,7 +201,8 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
 
             trainer = trainer_above()
         settings = settings_of_plugin(self, accelerator.init_handler, getattr(trainer, "args", None))
-        compare(settings, "a comparison of the ranks' settings, when an Accelerator is made")
+        doing = "a comparison of the ranks' settings, when an Accelerator is made"
+        Ledger().note(SETTINGS, settings).compare(doing)
         session = Session(self.config, accelerator.device, timeout=timeout)
         taken_over(accelerator).begin(session, self)
         if trainer is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.distributed.common_settings import compare
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import has_crashed
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
@@ -167,7 +167,7 @@ class TrainingHooks(HookBase):
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         engine = self.smp.begin_engine(config, left)
-        compare(settings_of_accelerator(self), "`accelerator.prepare`")
+        engine.ledger.note(SETTINGS, settings_of_accelerator(self))
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read

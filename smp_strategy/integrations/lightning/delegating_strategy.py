@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.common_settings import compare, shown
+from smp_strategy.distributed.agreement.common_settings import shown
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
@@ -182,7 +184,8 @@ class DelegatingStrategy(Host):
     def on_train_start(self) -> None:
         """Compare how many batches the ranks have, and continue with the data and random numbers of an earlier run."""
         settings = settings_of_steps(self._trainer_of_module())
-        compare({name: shown(value) for name, value in settings.items()}, "the beginning of training")
+        told = {name: shown(value) for name, value in settings.items()}
+        Ledger().note(SETTINGS, told).compare("the beginning of training")
         self._resume.on_train_start()
 
     def on_train_end(self) -> None:

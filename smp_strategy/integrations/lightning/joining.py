@@ -4,10 +4,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.common_settings import compare
+from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.door_words import OF_LIGHTNING, speak
 from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.first_meeting import FirstMeeting
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.integrations.lightning.environment import backend_for
 
@@ -50,4 +51,4 @@ def join_group(strategy: Any, settings: dict[str, str], store: dist.Store | None
     begin_run()
     speak(OF_LIGHTNING)
     if store is None:
-        compare(settings, _COMPARING)
+        Ledger().note(SETTINGS, settings).compare(_COMPARING)

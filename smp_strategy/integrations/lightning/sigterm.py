@@ -4,10 +4,11 @@
 Here rank 0 is the last stage: no other rank would begin a step before it has ended the previous one, so steps of a
 pipeline could not overlap. Besides, a rank that gets the signal itself would stop alone.
 
-So ranks start an all-reduce of their signal flags in the background, and read the result one step later, when it is
-complete: all stop before the same step, whichever rank got the signal. When training ends they wait for the result,
-which nothing would read later. Evaluation stops, too, unless replicas share it, because they may differ in their number
-of batches: then it runs to its end, and so does prediction, as in a single process.
+So a flag for the signal travels with the comparison that ranks begin before each step, in the background
+(:mod:`smp_strategy.distributed.agreement.ledger`). They read the result one step later, when it is complete: all stop
+before the same step, whichever rank got the signal. When training ends they wait for the result, which nothing would
+read later. Evaluation stops, too, unless replicas share it, because they may differ in their number of batches: then it
+runs to its end, and so does prediction, as in a single process.
 
 Lightning then ends the script with exit code 0. A scheduler takes that for a completed run, and does not requeue it. So
 without a terminal, or under SLURM, the exit code is 143, as of any process that SIGTERM ends.
@@ -26,11 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TextIO, final
 
-import torch
 import torch.distributed as dist
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.handle import Handle
+from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
@@ -45,27 +44,29 @@ class StopSignal:
 
     Args:
         trainer: Lightning's Trainer.
+        ledger: notes that all ranks compare; the signal travels with them.
         stop: makes the exception that ends the run.
     """
 
-    def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
+    def __init__(self, trainer: Any, ledger: Ledger, stop: Callable[[], BaseException]) -> None:
         self._trainer = trainer
+        self._ledger = ledger
         self._stop = stop
         self._has_come = False
-        self._pending: tuple[Handle[object], torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":
+    def of(cls, trainer: Any, ledger: Ledger, tree: Tree) -> "StopSignal | None":
         """For a run; ``None`` with a single rank, or if this Lightning has no such broadcast to replace."""
         if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             return None
-        return cls(trainer, tree.pytorch("utilities.exceptions").SIGTERMException)
+        return cls(trainer, ledger, tree.pytorch("utilities.exceptions").SIGTERMException)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace Lightning's signal handler and its broadcast while this is open."""
         connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
         with Patches() as patches:
+            patches.put(self._ledger, "is_paced", True)
             patches.put(connector, "_sigterm_notifier_fn", self._note)
             patches.put(loop, "_broadcast_sigterm_tensor", self.check)
             yield
@@ -80,25 +81,16 @@ class StopSignal:
     def check(self) -> None:
         """End training if a rank had the signal before the last step. Call it before each step, on all ranks."""
         self._look()
-        self._ask()
+        self._ledger.begin("the next training step", flag=self._has_come)
 
     def end(self) -> None:
         """End the run if a rank has the signal by now. Call it after training, on all ranks."""
         self.check()
         self._look()
 
-    def _ask(self) -> None:
-        flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
-        asked = collectives.reduce_numbers(flag, dist.ReduceOp.MAX, group=None, doing="the next training step")
-        self._pending = asked, flag
-
     def _look(self) -> None:
-        if self._pending is None:
-            return
-        asked, flag = self._pending
-        asked.wait()
-        self._pending = None
-        if flag.item():
+        self._ledger.check()
+        if self._ledger.is_flagged:
             self._trainer._signal_connector.received_sigterm = True
             raise self._stop()
 

@@ -264,7 +264,7 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.settings = lambda: settings_of_steps(trainer)
         self._checkpoints.begin_run(trainer, self._patches)
         self._install_patches(trainer, module, is_manual=fitting and not module.automatic_optimization)
-        signal = StopSignal.of(trainer, self.tree)
+        signal = StopSignal.of(trainer, self._engine.ledger, self.tree)
         if signal is not None:
             self._patches.enter_context(signal.installed())
             self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal

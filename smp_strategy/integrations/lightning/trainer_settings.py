@@ -6,7 +6,7 @@ The Trainer's arguments are those that change numbers or the number of steps. Wh
 
 from typing import Any, Final
 
-from smp_strategy.distributed.common_settings import of_fields, of_options, of_process, shown
+from smp_strategy.distributed.agreement.common_settings import of_fields, of_options, of_process, shown
 from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["settings_of_run", "settings_of_steps"]

@@ -27,7 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
-from smp_strategy.distributed.common_settings import compare, of_options, of_process, shown
+from smp_strategy.distributed.agreement.common_settings import of_options, of_process, shown
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
@@ -73,7 +75,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     speak(OF_SAGEMAKER)
     parameters = {f"the parameter `{name}`": shown(value) for name, value in given.parameters.items()}
     options = of_options(SMPConfig.from_sagemaker_options(given.options), "the option `{}`")
-    compare({**parameters, **options, **of_process()}, "`smp.init`")
+    Ledger().note(SETTINGS, {**parameters, **options, **of_process()}).compare("`smp.init`")
     run = RunState(given, device)
     begin_current(run)
     run.at_end += [GlobalClipping().remove, _refuse_unwrapped(run)]

@@ -38,7 +38,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.same_inputs import digest_of
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.run_state import RunState

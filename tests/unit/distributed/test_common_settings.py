@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp_strategy.distributed.common_settings import differences, explained, named, of_fields, of_process, shown
+from smp_strategy.distributed.agreement.common_settings import (
+    differences,
+    explained,
+    named,
+    of_fields,
+    of_process,
+    shown,
+)
 
 
 class Word(enum.Enum):

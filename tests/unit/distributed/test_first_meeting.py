@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 
-from smp_strategy.distributed import first_meeting
-from smp_strategy.distributed.first_meeting import FirstMeeting
+from smp_strategy.distributed.agreement import first_meeting
+from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
 from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import free_port
 

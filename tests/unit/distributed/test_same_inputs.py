@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.distributed.same_inputs import digest_of, refused
+from smp_strategy.distributed.agreement.same_inputs import digest_of, refused
 
 
 @dataclasses.dataclass

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from smp_strategy.distributed.agreement.topics import UNIT_ARGUMENTS
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
-from smp_strategy.pipeline.carried_objects import CarriedObjects, refuse_different
+from smp_strategy.pipeline.carried_objects import CarriedObjects
 
 
 class Cache:
@@ -25,8 +26,8 @@ def noted(cache: Any, *lengths: int) -> list[str]:
 
 def test_stages_that_ask_a_cache_for_its_length_are_refused():
     with pytest.raises(UnsupportedError, match=r"\[2, 1, 1, 1\] with sum 2 .*length of a cache.*`use_cache=False`"):
-        refuse_different([{0: noted(Cache(), 3, 1)}, {0: noted(Cache(), 3, 4)}])
-    refuse_different([{0: noted(Cache(), 3, 4)}, {0: noted(Cache(), 3, 4)}])
+        raise UNIT_ARGUMENTS.explain({0: {0: noted(Cache(), 3, 1)}, 1: {0: noted(Cache(), 3, 4)}})
+    assert noted(Cache(), 3, 4) == noted(Cache(), 3, 4)
 
 
 def test_calls_are_noted_once_an_object_comes_again():

@@ -18,7 +18,7 @@ from typing import Final, TypeVar, final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.common_settings import Settings, differences, explained, named
+from smp_strategy.distributed.agreement.common_settings import Settings, differences, explained, named
 from smp_strategy.distributed.failure import StoreCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 

@@ -3,7 +3,10 @@
 A rank whose options come from another file, variable or branch (``1.0 if rank == 0 else 0.01``) trains on: replicas
 clip by other norms, stages cut other microbatches, and gloo ends the process because sizes differ. Nothing else would
 say why. So each door writes down what changes numbers or the number of steps, under the words in which the user has
-given it, and all ranks compare one digest. If it differs, the entries are exchanged and the error names them.
+given it, and notes it for comparison (:mod:`smp_strategy.distributed.agreement.ledger`).
+
+Schedulers and callbacks run on every rank. One that looks at a value of a rank's own samples (``ReduceLROnPlateau`` at
+a validation loss) sets learning rates apart, so each update notes the settings of its optimizer.
 """
 
 import dataclasses
@@ -13,17 +16,27 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from numbers import Real
 from pathlib import PurePath
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.errors import ConfigError
 
-__all__ = ["compare", "differences", "explained", "named", "of_fields", "of_options", "of_process", "shown"]
+__all__ = [
+    "differences",
+    "explained",
+    "named",
+    "of_fields",
+    "of_optimizer",
+    "of_options",
+    "of_process",
+    "plain",
+    "shown",
+]
 
 Settings = Mapping[str, str]
 """Text of each value, by the name of the setting."""
@@ -90,21 +103,27 @@ def of_process(*packages: str) -> dict[str, str]:
     return found | {f"the environment variable {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
-def compare(settings: Settings, doing: str) -> None:
-    """Compare the settings of all ranks. Collective.
+def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """Settings of the parameter groups of ``optimizer``."""
+    return {
+        f"`{name}` of parameter group {number}": plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
 
-    Args:
-        settings: Those of this rank.
-        doing: Purpose, for messages of other faults; the same on all ranks.
 
-    Raises:
-        ConfigError: Some differ, on all ranks.
-    """
-    if dist.get_world_size() == 1:
-        return
-    digest = zlib.crc32(repr(sorted(settings.items())).encode())
-    if len(set(collectives.gather_numbers(digest, doing))) > 1:
-        raise ConfigError(explained(collectives.gather_objects(dict(settings), doing)))
+def plain(value: Any) -> object:
+    """A setting as plain values; ``None`` if it is an object, or if it would have to be fetched from a device."""
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, Real):  # of numpy, perhaps
+        return float(value)
+    if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":  # no parameter
+        return value.item()
+    if isinstance(value, tuple | list):
+        return tuple(map(plain, value))
+    return None
 
 
 def differences(everyones: Sequence[Mapping[Any, object]]) -> dict[Any, list[object]]:
