@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.planning.partition.partition import Partition
@@ -27,10 +28,11 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
         A seed that is equal on all ranks: that of rank 0's generator.
 
     Raises:
-        ConfigError: tensors are on the meta device, and may not be.
+        ConfigError: tensors are on the meta device, and may not be; or a lazy layer has no shapes yet.
         SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    _refuse_lazy([name for tensor, name in tensors.items() if is_lazy(tensor)])
     _agree_on_meta([name for tensor, name in tensors.items() if lacks_values(tensor)], may_lack_values)
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
@@ -43,11 +45,20 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
 
 
 def _described(tensor: Tensor) -> str:
-    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
     # Values that are read later cannot be broadcast from rank 0.
     history = tensor.history if isinstance(tensor, DeferredTensor) else ()
     changes = f", changed by {' and '.join(history)}" if history else ""
-    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}{changes}"
+    is_trained = "trained" if tensor.requires_grad else "not trained"
+    return f"of shape {list(tensor.shape)}, {tensor.dtype}, {is_trained}{changes}"
+
+
+def _refuse_lazy(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"`{names[0]}` belongs to a lazy layer that has not seen an input yet ({len(names)} tensors have no "
+            "shape), and the model is laid out over the ranks by its shapes. Call the model once with a batch, or with "
+            f"`torch.zeros` of the size of one, under `torch.no_grad()`: {door_words().first_pass}."
+        )
 
 
 def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
