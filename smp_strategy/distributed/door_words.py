@@ -21,6 +21,8 @@ class DoorWords:
 
     in_hook: str
     """Where code sees all weights and gradients."""
+    first_pass: str
+    """Where the model is whole and can be called before training."""
     save_model: str
     """Call that saves all weights."""
     save_all: str
@@ -43,6 +45,7 @@ class DoorWords:
 
 OF_LIGHTNING: Final = DoorWords(
     in_hook="in a hook of Lightning",
+    first_pass="in `setup` or `configure_model` of the LightningModule",
     save_model="`trainer.save_checkpoint` or `model.save_pretrained`",
     save_all="`trainer.save_checkpoint`",
     whole_state="",
@@ -55,6 +58,7 @@ OF_LIGHTNING: Final = DoorWords(
 )
 OF_ACCELERATE: Final = DoorWords(
     in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    first_pass="before `accelerator.prepare`, or before the Trainer gets it",
     save_model="`model.save_pretrained` or `accelerator.get_state_dict(model)`",
     save_all="`accelerator.save_state`",
     whole_state=", or `state_dict()` of the optimizer that `accelerator.prepare` has returned",
@@ -67,6 +71,7 @@ OF_ACCELERATE: Final = DoorWords(
 )
 OF_SAGEMAKER: Final = DoorWords(
     in_hook="in a function with `@smp.step`",
+    first_pass="before `smp.DistributedModel`",
     save_model="`smp.save_checkpoint(path, tag, partial=False)` or `model.state_dict()`",
     save_all="`smp.save_checkpoint`",
     whole_state=", or `state_dict()` of the optimizer that `smp.DistributedOptimizer` has returned",
@@ -79,6 +84,7 @@ OF_SAGEMAKER: Final = DoorWords(
 )
 _OF_BOTH: Final = DoorWords(
     in_hook="in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    first_pass="before training",
     save_model="`trainer.save_checkpoint`, `model.save_pretrained` or `accelerator.get_state_dict(model)`",
     save_all="`trainer.save_checkpoint` or `accelerator.save_state`",
     whole_state=OF_ACCELERATE.whole_state,

@@ -6,16 +6,22 @@ them for that. So the main process says where it goes on, and the others listen 
     main process   update | save_state ------------->| next batch          says: save_state; go on
     other rank     update |  next batch: listens ... takes part ... | go on
 
-[Note: rounds] What all ranks do together (an update, a gather, a save) begins a *round*. Before it, and at the end of
-the run, the main process sends one small message to each rank, and the others wait for it. So they do at the first
-*place* of a round: a batch is read, or the model is called. Later places cost nothing: replicas may come to more of
-them than others. The message says that the main process goes on, too, or names a call. Then the others take part, and
-listen again, unless it is their own call. So a call of the main process alone works where the others have yet to come
-to the first place of the round, or to the next thing that all do together: after an update, and at the end of a run,
-which is where scripts save.
+[Note: rounds] What all ranks do together (an update, a gather, a save) begins a *round*. Within a round the main
+process sends one small message to each rank wherever it goes on: at each *place* (a batch is read, or the model is
+called) and before the next thing that all do together. The others wait for it there. The message says that the main
+process goes on, too, or names a call. Then the others take part, and listen again, unless it is their own call. So a
+call of the main process alone works wherever it stands between two places, with the random streams and the batches of
+all ranks as if every rank had made it. Only between the backward pass that ends an accumulation and its update nobody
+listens.
+
+Replicas evaluate each for itself, one more often than another. So a call without gradients is a place only if it is the
+first of its round, and none where the model is whole on each rank: published scripts make it on the main process alone.
+A rank that comes to more places than the main process waits for the message that all do something together, and listens
+no more in this round; one that comes to fewer skips what is left.
 """
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -36,6 +42,8 @@ _DOING: Final = "the main process to go on"
 _PASSES: Final = ("passes",)
 _MEETS: Final = ("meets",)
 _WORDS: Final = (_PASSES, _MEETS)
+# Messages to a rank that has not heard them yet.
+_MOST_PENDING: Final = 64
 
 
 @final
@@ -51,38 +59,46 @@ class MainProcessCalls:
         self._round: tuple[int, int] | None = None  # how often rounds have begun anew, and the number; `None`: none
         self._num_begins = 0
         self._has_passed = False  # a place of this round
-        self._has_heard = False  # that the main process has passed the end of this round
+        self._has_heard = False  # that the main process has passed the end of this round, or has said so
         self._depth = 0  # of calls that all ranks make
-        self._waits: list[Callable[[], None]] = []
+        self._waits: deque[Callable[[], None]] = deque()
 
     def begin(self) -> None:
         """Begin the first round. Collective."""
         self._num_begins += 1
         self._round = self._num_begins, -1
-        self.begin_round()
+        self._begin_round()
 
     def end(self) -> None:
         """End all rounds, when every rank has come here. Collective."""
         self._meet(_MEETS)
         self._round = None
 
-    def pass_by(self) -> None:
-        """Pass a place: tell the other ranks, or listen to the main process and take part in its calls."""
-        if not self._is_on or self._has_passed:
+    def pass_by(self, *, if_first: bool = False) -> None:
+        """Pass a place: tell the other ranks, or listen to the main process and take part in its calls.
+
+        Args:
+            if_first: Whether this is a place only as the first of its round.
+        """
+        if not self._is_on or self._has_heard or (if_first and self._has_passed):
             return
+        self._has_passed = True
         if dist.get_rank() == 0:
             self._say(_PASSES)
-        else:
-            while (said := self._heard()) not in (_PASSES, _MEETS):
-                self._join(said)
-            self._has_heard = said == _MEETS
-        self._has_passed = True
+            return
+        while (said := self._heard()) not in _WORDS:
+            self._join(said)
+        self._has_passed, self._has_heard = True, said == _MEETS
 
-    def begin_round(self) -> None:
-        """Begin a round, because all ranks do something together."""
-        if self._round is not None and not self._depth:
-            self._round = self._round[0], self._round[1] + 1
-            self._has_passed = self._has_heard = False
+    def finish(self) -> None:
+        """End the places of this round, because all ranks do something together."""
+        self._meet(_MEETS)
+        self._has_heard = self._has_heard or self._is_on
+
+    def update(self) -> None:
+        """Begin a round, because all ranks update the weights."""
+        self.finish()
+        self._begin_round()
 
     @contextmanager
     def together(self, call: Any = _MEETS) -> Iterator[None]:
@@ -101,6 +117,11 @@ class MainProcessCalls:
     def _is_on(self) -> bool:
         return self._round is not None and not self._depth and dist.is_initialized() and dist.get_world_size() > 1
 
+    def _begin_round(self) -> None:
+        if self._round is not None and not self._depth:
+            self._round = self._round[0], self._round[1] + 1
+            self._has_passed = self._has_heard = False
+
     def _meet(self, call: Any) -> None:
         if not self._is_on or self._has_heard:
             return
@@ -117,25 +138,25 @@ class MainProcessCalls:
 
     @contextmanager
     def _joint(self) -> Iterator[None]:
-        self.begin_round()
+        self._begin_round()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
 
-    def arrive(self) -> None:
-        """Wait until the other ranks have heard everything. They have, but for the end of the process."""
-        if not self._waits or not dist.is_initialized():
+    def arrive(self, *, but: int = 0) -> None:
+        """Wait until the other ranks have heard everything, but for so many messages."""
+        if len(self._waits) <= but or not dist.is_initialized():
             return
         with watch_of().waiting(lambda: [[]], _world(), _DOING):
-            for wait in self._waits:
-                wait()
-        self._waits.clear()
+            while len(self._waits) > but:
+                self._waits.popleft()()
 
     def _say(self, said: Any) -> None:
         assert self._round is not None
-        self.arrive()
+        # Not for all: the main process would stand still until the others come to their next places.
+        self.arrive(but=_MOST_PENDING * dist.get_world_size())
         parts = []
         if said in _WORDS:
             size = -1 - _WORDS.index(said)

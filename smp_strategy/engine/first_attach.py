@@ -13,12 +13,14 @@ from torch.nn.parameter import is_lazy
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import META_TENSORS, MODEL, refused_meta
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand, refuse_unwritable_file
 from smp_strategy.engine.layout import Layout
+from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.model.units import Unit
@@ -39,10 +41,11 @@ def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = Fa
         A seed that is equal on all ranks: that of rank 0's generator.
 
     Raises:
-        ConfigError: tensors are on the meta device, and may not be.
+        ConfigError: tensors are on the meta device, and may not be; or a lazy layer has no shapes yet.
         SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    _refuse_lazy([name for tensor, name in tensors.items() if is_lazy(tensor)])
     without_values = [name for tensor, name in tensors.items() if lacks_values(tensor)]
     ledger.note(META_TENSORS, (may_lack_values, without_values))
     ledger.note(MODEL, [(name, _described(tensor)) for tensor, name in tensors.items()])
@@ -59,11 +62,20 @@ def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = Fa
 
 
 def _described(tensor: Tensor) -> str:
-    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
     # Values that are read later cannot be broadcast from rank 0.
     history = tensor.history if isinstance(tensor, DeferredTensor) else ()
     changes = f", changed by {' and '.join(history)}" if history else ""
-    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}{changes}"
+    is_trained = "trained" if tensor.requires_grad else "not trained"
+    return f"of shape {list(tensor.shape)}, {tensor.dtype}, {is_trained}{changes}"
+
+
+def _refuse_lazy(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"`{names[0]}` belongs to a lazy layer that has not seen an input yet ({len(names)} tensors have no "
+            "shape), and the model is laid out over the ranks by its shapes. Call the model once with a batch, or with "
+            f"`torch.zeros` of the size of one, under `torch.no_grad()`: {door_words().first_pass}."
+        )
 
 
 def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed: bool) -> None:

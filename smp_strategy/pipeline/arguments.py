@@ -104,7 +104,8 @@ def refuse_hidden(name: str, interpreter: Interpreter) -> None:
     where = "an operation" if interpreter.enclosing is None else f"a unit ({type(interpreter.enclosing).__name__})"
     raise UnsupportedError(
         f"`{name}` inside {where} meets a placed tensor, which came there in an object or an attribute. Give it as "
-        "an argument: bare, or in a tuple, list, dict or dataclass."
+        "an argument: bare, or in a tuple, list, dict or dataclass. A loop that computes weights for it "
+        "(`torch.func.functional_call`) goes into the `forward` of a module that is a unit."
     )
 
 

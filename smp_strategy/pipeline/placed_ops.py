@@ -31,8 +31,16 @@ def _setter(name: str) -> Any:
     return getattr(Tensor, name).__set__
 
 
+_BACKWARD = (
+    "Return the loss from the step; in manual optimization call `self.manual_backward(loss)`. For gradients "
+    "that the step goes on with (Langevin dynamics, an inner loop), put the loop into the `forward` of a module that "
+    "is a unit (`smp_strategy.unit(module)`), or make the module that is differentiated one and call "
+    "`torch.autograd.grad(loss, inputs)`. A probe that is trained beside the model takes the values of its features on "
+    "all ranks, after the step: `torch.from_numpy(features.detach().cpu().numpy())`."
+)
+
 REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
+    Tensor.backward: _BACKWARD,
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
@@ -42,8 +50,7 @@ REFUSED: dict[Any, str] = {
     Tensor.set_: "Make a new tensor instead.",
     _setter("data"): "Use an operation that returns a new tensor.",
     _setter("grad"): "Gradients of activations stay on the stage that computes them.",
-    _setter("requires_grad"): "Create the tensor inside a module.",
-    torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
+    torch.autograd.backward: _BACKWARD,
 }
 
 
@@ -64,6 +71,7 @@ def _begin_gradient(program: Any, tensor: Any, requires_grad: bool = True) -> An
 ANSWERED: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: lambda program, *args, **kwargs: program.hook_gradient(*args, **kwargs),
     Tensor.requires_grad_: _begin_gradient,
+    _setter("requires_grad"): _begin_gradient,
     torch.autograd.grad: gradients_in_step,
 }
 """Operations that are carried out in a way of their own, by a function of the program and the arguments."""

@@ -18,6 +18,10 @@ LAYOUTS = {
     "pp2 x replicas": (4, PP2),
 }
 STEPS = 3
+LOOPS = ["own batches", "gathers", "waits", "before the first step", "accumulates", "evaluates"]
+# How often the replica of the main process and the others call the model before it saves.
+UNEVEN = {"evaluates alone": (2, 0), "evaluates less": (1, 3), "evaluates more": (3, 1)}
+WITHIN = ["has read a batch", "before backward"]
 
 
 def save(name, accelerator, model, folder):
@@ -43,29 +47,37 @@ CALLS = ["save_state", "save_model", "save_pretrained", "save_pretrained of a pa
 
 
 def train(smp, folder, calls, is_main_alone, loop):
-    accelerator = fresh_accelerator(smp)
+    accelerator = fresh_accelerator(smp, gradient_accumulation_steps=2 if loop == "accumulates" else 1)
     tokens = torch.randint(VOCABULARY, (16 * STEPS, 8), generator=torch.Generator().manual_seed(0))
     net = gpt2()
-    model, optimizer, loader = accelerator.prepare(net, adamw(net), DataLoader(tokens, batch_size=4))
+    loaders = [DataLoader(tokens, batch_size=4), DataLoader(tokens[:12], batch_size=4)]
+    model, optimizer, loader, evaluation = accelerator.prepare(net, adamw(net), *loaders)
 
-    def saves(moment):
-        for name in calls:
+    def saves(moment, is_here=True):
+        for name in calls if is_here else ():
             (folder / moment / name).mkdir(parents=True, exist_ok=True)
             if accelerator.is_main_process or not is_main_alone:
                 save(name, accelerator, model, folder / moment / name)
 
-    if loop == "before the first step":
-        saves("begin")
+    saves("begin", loop == "before the first step")
     for number, batch in enumerate(loader if loop != "own batches" else tokens.split(4)):
         if number == STEPS:
             break
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 1:
-            saves("midst")
-        if loop == "gathers":
+        moment = loop if number == 1 else ""
+        saves("midst", moment == "has read a batch")
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            saves("midst", moment == "before backward")
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluate_unevenly(accelerator, net, tokens[:4], loop)
+        saves("midst", loop not in WITHIN and number == (2 if loop == "accumulates" else 1))
+        if loop == "evaluates":
+            evaluate(model, evaluation, lambda is_first=number == 0: saves("between evaluated batches", is_first))
+            saves(f"evaluated {number}")
+        elif loop == "gathers":
             accelerator.gather(loss.detach())
         elif loop == "waits":
             accelerator.wait_for_everyone()
@@ -75,6 +87,22 @@ def train(smp, folder, calls, is_main_alone, loop):
         accelerator.wait_for_everyone()
     accelerator.end_training()
     return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def evaluate(model, loader, each_time):
+    model.eval()
+    for batch in loader:
+        with torch.no_grad():
+            model(input_ids=batch, labels=batch)
+        each_time()
+    model.train()
+
+
+def evaluate_unevenly(accelerator, net, batch, loop):
+    mine, others = UNEVEN.get(loop, (0, 0))
+    for _ in range(mine if accelerator.process_index == 0 else others):
+        with torch.no_grad():
+            net(input_ids=batch)
 
 
 def compare(layout, folder, calls, loop):
@@ -100,7 +128,13 @@ def test_others_take_part_in_what_the_main_process_saves(layout, tmp_path):
             assert any(name.startswith(f"{moment}/{call}/") for name in found)
 
 
-@pytest.mark.parametrize("loop", ["own batches", "gathers", "waits", "before the first step"])
+@pytest.mark.parametrize("loop", LOOPS + WITHIN)
 @pytest.mark.parametrize("layout", ["pp2", "sdp2", "pp2 x replicas"])
 def test_wherever_the_others_are(loop, layout, tmp_path):
     compare(layout, tmp_path, ["save_state", "save_pretrained"], loop)
+
+
+@pytest.mark.parametrize("loop", UNEVEN)
+@pytest.mark.parametrize("layout", ["replicas", "zero1", "pp2 x replicas"])
+def test_replicas_call_the_model_different_numbers_of_times(loop, layout, tmp_path):
+    compare(layout, tmp_path, ["save_state"], loop)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -343,3 +344,23 @@ def test_a_model_is_freed_trained_on_and_whole_at_the_end():
             assert values == [{"lr": 0.05}, *[(number % 3, each) for number, each in enumerate(expected)]]
         else:
             assert values == []
+
+
+def prepares_lazy_layers(lazy):
+    def prepared(is_called):
+        model = nn.Sequential(nn.Linear(8, 8), lazy(), nn.Linear(8, 2))
+        if is_called:
+            model(torch.zeros(4, 8))
+        accelerator = fresh_accelerator({"pipeline_parallel_degree": 1})
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(ConfigError, match=r"`1\.\w+` belongs to a lazy layer .* before `accelerator.prepare`"):
+        prepared(is_called=False)
+    accelerator, model, optimizer = prepared(is_called=True)
+    accelerator.backward(model(torch.ones(4, 8)).square().mean())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("lazy", [partial(nn.LazyLinear, 8), partial(nn.LazyBatchNorm1d, affine=False)])
+def test_lazy_layers_see_an_input_first(lazy):
+    on_ranks(prepares_lazy_layers, 1, lazy)

@@ -52,6 +52,44 @@ def slopes_only(module, inputs):
     return module.critic(inputs + slope).square().mean()
 
 
+def langevin(module, inputs):
+    """Samples of an energy-based model: the weights are frozen meanwhile, and steps follow the gradient."""
+    for parameter in module.critic.parameters():
+        parameter.requires_grad = False
+    point = module.net(inputs).repeat(1, 2).detach()
+    point.requires_grad = True
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(module.critic(point).sum(), point)
+        point = (point + 0.1 * slope.clamp(-0.3, 0.3)).detach()
+        point.requires_grad = True
+    for parameter in module.critic.parameters():
+        parameter.requires_grad = True
+    return module.critic(point.detach()).mean() - module.critic(inputs).mean()
+
+
+class InnerLoop(nn.Module):
+    """As in MAML, with `backward` for the inputs and `grad` for the weights."""
+
+    def __init__(self, learner):
+        super().__init__()
+        self.learner = learner
+
+    def forward(self, inputs):
+        with torch.enable_grad():
+            point = inputs.detach().requires_grad_()
+            self.learner(point).sum().backward(inputs=[point])
+            fast = dict(self.learner.named_parameters())
+            for _ in range(2):
+                error = torch.func.functional_call(self.learner, fast, (inputs,)).square().sum(1).sum()
+                slopes = torch.autograd.grad(error, list(fast.values()), create_graph=True)
+                fast = {name: weight - 1e-3 * slope for (name, weight), slope in zip(fast.items(), slopes, strict=True)}
+        return torch.func.functional_call(self.learner, fast, (inputs + 0.1 * point.grad,))
+
+
+def inner_loop(module, inputs):
+    return module.critic(module.net(inputs).repeat(1, 2)).square().mean()
+
+
 def train(folder, smp, extra, is_whole=True):
     def training_step(self, batch, batch_idx):
         return self.loss(batch) + extra(self, batch[0])
@@ -61,7 +99,7 @@ def train(folder, smp, extra, is_whole=True):
 
     module = toy_module(training_step=training_step, validation_step=validation_step)
     torch.manual_seed(0)
-    module.critic = stack(1)
+    module.critic = InnerLoop(stack(1)) if extra is inner_loop else stack(1)
     if is_whole:
         module.net, module.critic = smp_strategy.unit(module.net), smp_strategy.unit(module.critic)
     trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
@@ -69,10 +107,10 @@ def train(folder, smp, extra, is_whole=True):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-IN_STEP = [(extra, smp) for extra in (penalty, derivatives, slopes_only) for smp in ONE_STAGE.values()]
+IN_STEP = [(extra, smp) for extra in (penalty, derivatives, slopes_only, langevin) for smp in ONE_STAGE.values()]
 
 
-@pytest.mark.parametrize(("extra", "smp"), [*IN_STEP, (penalty, PP2), (slopes_only, PP2)])
+@pytest.mark.parametrize(("extra", "smp"), [*IN_STEP, *((each, PP2) for each in (penalty, slopes_only, langevin))])
 def test_gradients_in_the_step_are_those_of_one_process(tmp_path, extra, smp):
     (expected,) = on_ranks(train, 1, tmp_path, None, extra)
     for found in on_ranks(train, 2, tmp_path, smp, extra):
@@ -88,7 +126,67 @@ def across(module, inputs):
     return torch.autograd.grad(module.critic(module.net(point).repeat(1, 2)).sum(), point, create_graph=True)[0].sum()
 
 
+@pytest.mark.parametrize("smp", [PP2 | {"microbatches": 1}, ONE_STAGE["replicas"] | {"microbatches": 1}])
+def test_an_inner_loop_in_a_unit_is_that_of_one_process(tmp_path, smp):
+    num_ranks = smp["pipeline_parallel_degree"]  # the loop learns from all of its batch, so there is one replica
+    (expected,) = on_ranks(train, 1, tmp_path, None, inner_loop)
+    for found in on_ranks(train, num_ranks, tmp_path, smp, inner_loop):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def probed(folder, smp, is_read):
+    torch.manual_seed(1)
+    probe = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            features = self.net(batch[0])
+        if is_read:
+            features = torch.from_numpy(features.detach().cpu().numpy())
+        probe(features).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    module = toy_module(on_train_batch_end=on_train_batch_end)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
+    error = error_of(lambda: trainer.fit(module, shared_loader(trainer, smp)))
+    return error, probe.weight.detach().clone()
+
+
+def test_a_probe_beside_the_model_takes_values(tmp_path):
+    ((_, expected),) = on_ranks(probed, 1, tmp_path, None, True)
+    for error, found in on_ranks(probed, 2, tmp_path, PP2, True):
+        assert error == "nothing"
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for error, _ in on_ranks(probed, 2, tmp_path, PP2, False):
+        assert re.search(r"`backward` of a placed tensor.*A probe .*torch\.from_numpy", error), error
+
+
+def backward_inside(module, inputs):
+    """As in ProtoMAML."""
+    features = module.net(inputs)
+    weight = features.detach().clone()
+    weight.requires_grad = True
+    (features @ weight.T).square().sum().backward()
+    return weight.sum()
+
+
+def weights_of_the_step(module, inputs):
+    fast = {name: 0.9 * weight for name, weight in module.critic.named_parameters()}
+    scale = module.net(inputs).mean()
+    fast["4.bias"] = fast["4.bias"] * scale
+    return torch.func.functional_call(module.critic, fast, (inputs,)).mean()
+
+
 REFUSED = {
+    "backward inside": (backward_inside, True, PP2, "`backward` .*the `forward` of a module that is a unit"),
+    "weights of the step": (
+        weights_of_the_step,
+        True,
+        ONE_STAGE["replicas"],
+        "meets a placed tensor.*the `forward` of a module that is a",
+    ),
     "graph on two stages": (across, True, PP2, "parts of the graph .* several pipeline stages.*is a unit"),
     "by way of the glue": (derivatives, True, PP2, "parts of the graph"),
     "weights of a stage": (of_weights, True, PP2, "gradient of a parameter.*some of the stages only"),

@@ -33,9 +33,14 @@ def takes_an_iterator(self, dataloader_iter):
     raise NotImplementedError
 
 
+def lazy_head(self):
+    self.head = torch.nn.LazyLinear(2)
+
+
 @pytest.mark.parametrize(
     ("options", "overrides", "match"),
     [
+        ({}, {"configure_model": lazy_head}, "head.weight` belongs to a lazy layer"),
         ({}, {"configure_optimizers": lbfgs}, "LBFGS"),
         ({}, {"training_step": takes_an_iterator}, "dataloader_iter"),
         ({"sync_batchnorm": True}, {}, "sync_batchnorm"),

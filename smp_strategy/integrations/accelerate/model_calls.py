@@ -156,7 +156,7 @@ class ModelCalls:
         prediction: BackwardPrediction,
         check: Callable[[bool], None],
         own_forward: Callable[..., Any] | None,
-        pass_by: Callable[[], None],
+        pass_by: Callable[..., None],
     ) -> None:
         self.model = model
         self._engine = engine
@@ -202,7 +202,7 @@ class ModelCalls:
         if self._is_inside:
             return self._inner(*args, **kwargs)
         call = ModelCall(dict(enumerate(args)), kwargs)
-        self._pass_by()
+        self._pass_with_others()
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
@@ -213,6 +213,12 @@ class ModelCalls:
         if kind.has_loss and self.model.training and is_inside:
             return self._train(inputs, way, kind)
         return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
+
+    def _pass_with_others(self) -> None:
+        """Pass a place, if others take part in this call. See [Note: rounds]."""
+        shape, trains = self._engine.mesh.shape, torch.is_grad_enabled()
+        if trains or shape.pp * shape.tp * shape.dp_shard > 1:
+            self._pass_by(if_first=not trains)
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
         """Run a method that calls parts of the model; ``with_gradients``: whether its first unit had gradients."""
@@ -320,7 +326,7 @@ class ModelCalls:
         """Run a method that calls the model many times, as one step with a single microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
-        self._pass_by()
+        self._pass_with_others()
         name = getattr(method, "__name__", "method")
         if name in _WHOLE and self._engine.mesh.pp > 1:
             kwargs = _without_cache(kwargs)

@@ -56,7 +56,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not (self.gradient_state.sync_gradients and self.smp.has_engine):
             return super().step(closure)
         refuse_step_without_sync(self.smp)
-        self.smp.main_calls.begin_round()
+        self.smp.main_calls.update()
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
             # Gradients of the closure must be final before the optimizer reads them.
@@ -146,6 +146,7 @@ class UnpreparedOptimizers:
         prepared: returns the prepared optimizers, which are skipped.
         is_scaled: whether gradients are scaled, which only a prepared optimizer undoes.
         check: called with every optimizer of the process that is about to step.
+        begins: called when an optimizer is about to step that trains the model.
     """
 
     def __init__(
@@ -155,12 +156,13 @@ class UnpreparedOptimizers:
         prepared: Callable[[], Iterable[Optimizer]],
         is_scaled: Callable[[], bool],
         check: Callable[[Optimizer], None],
+        begins: Callable[[], None],
     ) -> None:
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._engine = engine
         self._prepared = prepared
         self._is_scaled = is_scaled
-        self._check = check
+        self._check, self._begins = check, begins
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end),
@@ -192,6 +194,7 @@ class UnpreparedOptimizers:
                 "not hear that do not keep its state (`shard_optimizer_state=True`). Prepare it: `optimizer = "
                 "accelerator.prepare(optimizer)`."
             )
+        self._begins()
         self._engine.reduce_gradients()
         self._engine.begin_update(optimizer)
 

@@ -187,7 +187,12 @@ class TrainingHooks(HookBase):
         self.smp.main_calls.begin()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = UnpreparedOptimizers(
-            model, engine, lambda: unwrapped(self._optimizers), lambda: self.smp.scaler is not None, self._smp_refuse
+            model,
+            engine,
+            lambda: unwrapped(self._optimizers),
+            lambda: self.smp.scaler is not None,
+            self._smp_refuse,
+            self.smp.main_calls.update,
         )
         self._smp_attach()
         return model
@@ -262,6 +267,8 @@ class TrainingHooks(HookBase):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does; raise the error of an asynchronous save that failed meanwhile."""
         self.smp.background.check()
+        if self.sync_gradients and not self.smp.syncs_blocked:
+            self.smp.main_calls.finish()
         super().backward(loss, **kwargs)
 
     @contextmanager
@@ -307,6 +314,11 @@ class TrainingHooks(HookBase):
 
     def _smp_make_final(self) -> None:
         """Reduce gradients over ranks and unscale them."""
+        calls = self.smp.main_calls
+        if self.sync_gradients:
+            calls.finish()
+        else:  # no update follows
+            calls.update()
         self.smp.engine.reduce_gradients()
         self.unscale_gradients()
 
