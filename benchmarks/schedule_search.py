@@ -19,10 +19,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.offline_planning import trace_program
+from smp_strategy.engine.plan_cache import policy_of
 from smp_strategy.planning.planner import PlanningInput, best_partition, policies_of
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.search import search
+from smp_strategy.planning.schedule.simulate import simulate
 
 # Blocks, stages, microbatches.
 JOBS = [(48, 16, 64), (96, 48, 512)]
@@ -42,10 +44,12 @@ def planned(config: SMPConfig, program: PlanningInput, num_stages: int) -> float
     """Cut and schedule; returns the seconds of a step."""
     partition = best_partition(config, program, num_stages)
     flow = route(program.trace, partition.stage_of, num_stages, program.work)
-    layout = partition.chunks_per_stage, partition.schedule == "zb-v"
-    policies = [each for each in policies_of(config, num_stages, len(partition.units)) if each.layout == layout]
-    count = config.num_microbatches(num_stages)
-    plan = search(flow, count, policies, program.link).plan
+    count, policy = config.num_microbatches(num_stages), policy_of(partition)
+    if config.pipeline == "auto":
+        policies = policies_of(config, num_stages, len(partition.units))
+        plan = search(flow, count, [each for each in policies if each.layout == policy.layout], program.link).plan
+    else:
+        plan = simulate(flow, count, policy, program.link, thorough=True)
     check(plan, flow, count)
     return plan.makespan
 
