@@ -43,7 +43,8 @@ __all__ = ["PlanningInput", "as_given", "best_partition", "policies_of", "proble
 # equal on all ranks; budgets count simulations or passes and never seconds; there are no random numbers; ties are
 # broken by fixed orders; and costs are rounded, or counted in integers, where the order of their sums may differ.
 
-# With several policies, each gets QUICK simulations first, and the MOST_FINALISTS best ones a full search.
+# With several policies, a partition for each placement of chunks is found with QUICK simulations first; the policies
+# that suit it best, MOST_FINALISTS of them, get a full search.
 QUICK = 12
 MOST_FINALISTS = 2
 SIMULATIONS_PER_CHOICE = 8
@@ -126,15 +127,23 @@ def _attempts(
     # Choosing recomputation or offload for a candidate costs several simulations.
     effort = EFFORT // SIMULATIONS_PER_CHOICE if program.relief.free else EFFORT
     errors: list[ConfigError] = []
+    known: dict[object, Mapping[str, int]] = {}
     for policy in policies:
         problem = problem_under(config, program, num_stages, policy)
         evaluate = partial(simulated, program, problem, policy)
+        if budget is not None and policy.layout in known:
+            stage_of = known[policy.layout]
+            score = evaluate(stage_of)
+            if problem.fits(problem.memory(stage_of, score)):
+                found[policy] = _partition(program, problem, stage_of, score, policy, 0.0)
+                continue
         guesses = _guesses(problem) if policy.num_chunks == 1 else ()
         try:
             solution = solve(problem, evaluate, budget=budget, effort=effort, guesses=guesses)
         except ConfigError as error:
             errors.append(error)
             continue
+        known.setdefault(policy.layout, solution.stage_of)
         found[policy] = _partition(program, problem, solution.stage_of, solution.score, policy, solution.lower_bound)
     if not found:
         raise errors[0]

@@ -59,6 +59,7 @@ SCRIPTS = {
         {"peak_over_share", "load_over_plain", "save_over_plain", "startup_over_plain"},
     ),
     "pretrained_architectures.py": (["GPT2LMHeadModel"], {"models", "equal", "read_early", "refused", "failed"}),
+    "schedule_search.py": (["--quick"], {"loop", "2x8_trace", "2x8_1f1b", "2x8_auto"}),
     "sharding.py": (
         ["--quick"],
         {"world1_overhead", "one_node_time_vs_fsdp2", "one_node_memory_vs_fsdp2"},

@@ -19,6 +19,7 @@ TRAIN = ROOT / "examples" / "train.py"
 SMALL_TEXT = ["data.train_windows=32", "data.val_windows=16", "data.max_bytes=1000000"]
 SMALL = [*SMALL_TEXT, "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
 SMALL_GPT = ["model.model.layers=2", "model.model.width=48", *SMALL]
+FULL_REPORT = "smp.smp_report=full"
 
 
 def run(folder, *command):
@@ -106,7 +107,7 @@ def test_models_of_hugging_face_train_in_a_pipeline(model, tmp_path):
     ],
 )
 def test_replicas_that_share_state_train_and_write_the_best_model(layout, ranks, said, tmp_path):
-    told = train(tmp_path, f"smp={layout}", f"trainer.devices={ranks}", *SMALL_GPT, ranks=ranks)
+    told = train(tmp_path, f"smp={layout}", f"trainer.devices={ranks}", FULL_REPORT, *SMALL_GPT, ranks=ranks)
     assert told.count(said) == 1
     losses = validation_losses(tmp_path)
     assert losses[-1] < losses[0]
@@ -118,7 +119,7 @@ def test_replicas_that_share_state_train_and_write_the_best_model(layout, ranks,
 def test_shards_train_and_one_process_goes_on_from_their_checkpoint(tmp_path):
     for name in ("sdp2", "single"):
         (tmp_path / name).mkdir()
-    told = train(tmp_path / "sdp2", "smp=sdp2", *SMALL_GPT, ranks=2)
+    told = train(tmp_path / "sdp2", "smp=sdp2", FULL_REPORT, *SMALL_GPT, ranks=2)
     assert told.count("Each unit is spread over 2 ranks") == 1
     losses = validation_losses(tmp_path / "sdp2")
     assert losses[-1] < losses[0]
@@ -147,6 +148,7 @@ def test_a_partition_written_by_hand_is_loaded_from_the_command_line(tmp_path):
         "smp=pp2",
         "smp.load_partition=true",
         f"smp.partition_file={path}",
+        FULL_REPORT,
         *SMALL_GPT,
         "trainer.max_steps=1",
         ranks=2,

@@ -277,8 +277,9 @@ class Bounds:
 
 # Most simulations of candidates whose bound equals the best cost, to find one as good with cheaper cuts.
 MOST_TIES = 8
-# Most prefixes; together they take about a second.
+# Most prefixes; together they take about a second. A short search makes fewer of them.
 MOST_PREFIXES = 100_000
+PREFIXES_PER_SIMULATION = 500
 
 
 class _Prefix(NamedTuple):
@@ -291,10 +292,20 @@ class _Prefix(NamedTuple):
     starts: tuple[int, ...]
     end: int
     """First unit that is not placed."""
-    seconds: tuple[float, ...]
-    """Lower bound of each stage."""
-    memory: tuple[float, ...]
+    seconds: float
+    """Lower bound of the slowest stage."""
+    memory: float
     loads: tuple[StageUnits, ...]
+    """Loads of the stages that have another chunk."""
+
+
+class _Span(NamedTuple):
+    """First chunk of a stage: a run of units, with the lower bounds of the stage."""
+
+    end: int
+    seconds: float
+    memory: float
+    load: StageUnits
 
 
 @final
@@ -316,6 +327,7 @@ class Search:
         self._is_last = [stage not in self._chunks[chunk + 1 :] for chunk, stage in enumerate(self._chunks)]
         self._ideal = self._bounds.ideal_seconds()
         self._rest = self._best_of_rest()
+        self._first_chunks: dict[tuple[int, int], list[_Span]] = {}
 
     def run(self, budget: int) -> float:
         """Search until the best partition is proven, or until ``budget`` simulations have been made in total.
@@ -323,11 +335,10 @@ class Search:
         Returns:
             Lower bound on the cost of all partitions that were neither simulated nor proven worse than the best.
         """
-        evaluator, num_stages = self._evaluator, self._problem.setting.num_stages
-        nothing = (0.0,) * num_stages
-        heap = [_Prefix(0.0, len(self._chunks), 0, 0.0, (), 0, nothing, nothing, (StageUnits(),) * num_stages)]
-        made, ties = 0, 0
-        while heap and evaluator.num_evaluations < budget and made < MOST_PREFIXES:
+        evaluator = self._evaluator
+        heap = [_Prefix(0.0, len(self._chunks), 0, 0.0, (), 0, 0.0, 0.0, ())]
+        made, ties, most = 0, 0, min(MOST_PREFIXES, budget * PREFIXES_PER_SIMULATION)
+        while heap and evaluator.num_evaluations < budget and made < most:
             # The best cost is proven once no bound is below it. A few ties are simulated for cheaper cuts.
             is_tie = evaluator.is_as_good_as(heap[0].bound)
             if is_tie and (ties == MOST_TIES or evaluator.beats(heap[0].bound)):
@@ -349,20 +360,45 @@ class Search:
         stage, left = self._chunks[chunk], prefix.chunks_left - 1
         cut_bytes = prefix.cut_bytes + (self._problem.cut_bytes[begin] if chunk else 0)
         starts = (*prefix.starts, begin)
+        if stage in self._chunks[:chunk]:
+            spans = self._with(chunk, begin, prefix.loads[stage])
+        else:
+            # The bounds of a stage's first chunk do not depend on the chunks before: many prefixes share them.
+            if (chunk, begin) not in self._first_chunks:
+                self._first_chunks[chunk, begin] = self._with(chunk, begin, StageUnits())
+            spans = self._first_chunks[chunk, begin]
+        found = []
+        for end, seconds, memory, load in spans:
+            bound = self._bound(max(prefix.seconds, seconds), max(prefix.memory, memory), left, end)
+            if bound < NEVER:
+                loads = prefix.loads
+                if not self._is_last[chunk]:
+                    loads = loads or (StageUnits(),) * self._problem.setting.num_stages
+                    loads = (*loads[:stage], load, *loads[stage + 1 :])
+                found.append(
+                    _Prefix(
+                        bound,
+                        left,
+                        cut_bytes,
+                        prefix.unevenness + seconds * seconds,
+                        starts,
+                        end,
+                        max(prefix.seconds, seconds),
+                        max(prefix.memory, memory),
+                        loads,
+                    )
+                )
+        return found
+
+    def _with(self, chunk: int, begin: int, before: StageUnits) -> list[_Span]:
+        """Runs of units from ``begin`` on as chunk ``chunk`` of a stage that has ``before``."""
+        stage, left = self._chunks[chunk], len(self._chunks) - chunk - 1
         found = []
         for end in self._ends(begin, left):
-            load = prefix.loads[stage].joined(self._spans[begin][end - begin - 1])
+            load = before.joined(self._spans[begin][end - begin - 1])
             if not self._fits(stage, load):
                 break
-            seconds = self._seconds(chunk, load, end)
-            memory = self._memory(stage, load)
-            all_seconds = (*prefix.seconds[:stage], seconds, *prefix.seconds[stage + 1 :])
-            all_memory = (*prefix.memory[:stage], memory, *prefix.memory[stage + 1 :])
-            loads = (*prefix.loads[:stage], load, *prefix.loads[stage + 1 :])
-            bound = self._bound(max(all_seconds), max(all_memory), left, end)
-            if bound < NEVER:
-                unevenness = prefix.unevenness + seconds * seconds
-                found.append(_Prefix(bound, left, cut_bytes, unevenness, starts, end, all_seconds, all_memory, loads))
+            found.append(_Span(end, self._seconds(chunk, load, end), self._memory(stage, load), load))
         return found
 
     def _ends(self, begin: int, left: int) -> range:

@@ -28,6 +28,7 @@ SHARE_OF_SEARCHES = 0.6
 # Budget in actions times stages, to which the time of simulations is proportional: a second or two. See [Note: same
 # decision on every rank].
 EFFORT = 150_000
+LEAST_SIMULATIONS = 6
 
 
 @final
@@ -69,11 +70,12 @@ def solve(
         ConfigError: there are more chunks than units, or nothing fits the limits of memory.
     """
     _check_sizes(problem)
-    if budget is None:
-        setting = problem.setting
-        budget = max(24, effort // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages))
+    setting = problem.setting
+    affordable = effort // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages)
+    enough = max(affordable, min(24, 4 * affordable), LEAST_SIMULATIONS)
+    budget = enough if budget is None else min(budget, enough)
     evaluator = PartitionEvaluator(problem, evaluate, budget)
-    for guess in guesses:
+    for guess in guesses if budget > 2 * LEAST_SIMULATIONS else ():
         evaluator.try_out(guess)
     lower_bound = _searched(evaluator)
     if evaluator.best is None:

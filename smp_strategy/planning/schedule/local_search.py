@@ -41,22 +41,42 @@ class LocalSearch:
         self._bound = scorer.bound(splits=splits)
         self._passes_left = MOST_PASSES * scorer.steps
 
-    def improve(self, plan: Plan, beginnings: Iterable[Orders]) -> Plan:
-        """The best plan found from the starting orders ``beginnings``, or ``plan`` if none is better."""
+    def improve(self, plan: Plan, *beginnings: Iterable[Orders]) -> Plan:
+        """The best plan found from starting orders, or ``plan`` if none is better.
+
+        Args:
+            plan: Known plan.
+            beginnings: Starting orders in groups. The first ones are tried first, and if several are equally good,
+                those of the last group.
+        """
         best = self._scorer.timed(self._graph.orders_of(plan))
-        if best.end <= self._bound:
-            beginnings = ()
-        # The most promising first: there may not be time for all of them.
-        for orders in sorted(beginnings, key=lambda orders: self._follow(orders).end):
+        rated: list[tuple[float, int, int, Timed]] = []
+        # Half of the budget is for the starting orders.
+        enough = self._passes_left // 2
+        for number, group in enumerate(beginnings if best.end > self._bound else ()):
+            for orders in group if self._passes_left > enough else ():
+                timed = self._follow(orders)
+                rated.append((timed.end, -number, len(rated), timed))
+                if self._passes_left <= enough:
+                    break
+        rated.sort(key=lambda each: each[:3])
+        for *_, timed in rated[:1]:
+            best = self._better(timed, best)
+        for *_, timed in rated:
             if best.end <= self._bound or self._passes_left <= 0:
                 break
-            improved = self._descend(orders)
+            improved = self._descend(timed)
             if improved is not None:
-                orders = self._graph.orders_of(improved.plan)
-                for everywhere in (True, False):
-                    merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
-                    best = self._scorer.better(merged, best)
+                best = self._better(improved, best)
         return self._with_whole_backwards(best).plan
+
+    def _better(self, found: Timed, best: Timed) -> Timed:
+        """The better one of ``best`` and ``found``, as it is or with whole backwards where no other pass intervenes."""
+        orders = self._graph.orders_of(found.plan)
+        for everywhere in (True, False):
+            merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
+            best = self._scorer.better(merged, best)
+        return best
 
     def _with_whole_backwards(self, best: Timed) -> Timed:
         """``best`` with fewer split backwards, as long as it ends no later: splits cost work.
@@ -64,9 +84,12 @@ class LocalSearch:
         The first backwards of a segment become whole, the last ones stay split: see [Note: order of sums].
         """
         orders = self._graph.orders_of(best.plan)
+        self._passes_left = MOST_PASSES * self._scorer.steps  # a budget of its own
         for stage, order in enumerate(orders):
             for segment in sorted({entry.segment for entry in order if entry.kind == "W"}):
                 for count in self._graph.halvings:
+                    if self._passes_left <= 0:
+                        return best
                     whole = self._graph.whole(orders[stage], segment, count)
                     after = self._follow([*orders[:stage], whole, *orders[stage + 1 :]])
                     if after.end <= best.end and not after.is_late and self._scorer.allows(after.plan):
@@ -74,13 +97,13 @@ class LocalSearch:
                         break
         return best
 
-    def _descend(self, orders: Orders) -> Timed | None:
+    def _descend(self, start: Timed) -> Timed | None:
         """Take the best move each time, even a bad one, but never move a pass again that was just moved.
 
         Returns:
-            The best plan on the way; ``None`` if ``orders`` exceed the limits.
+            The best plan on the way; ``None`` if the one of ``start`` exceeds the limits.
         """
-        now = best = self._follow(orders)
+        now = best = start
         orders = self._graph.orders_of(now.plan)
         if not self._scorer.allows(now.plan):
             return None
@@ -89,6 +112,8 @@ class LocalSearch:
         while best.end > self._bound and self._passes_left > 0 and since < MOST_BAD_MOVES:
             options: list[tuple[float, int, Timed, ScheduledPass]] = []
             for stage, entry, order in self._moves(now, orders):
+                if self._passes_left <= 0:
+                    break
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
                 is_better = neighbour.end < best.end * (1 - TOLERANCE)  # aspiration: a new best overrides the tabu
                 if (is_better or entry not in moved[-TABU_MOVES:]) and self._scorer.allows(neighbour.plan):

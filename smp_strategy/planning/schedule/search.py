@@ -10,7 +10,7 @@ stages as soon as one of them is behind, and others that are equally good on ave
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
@@ -133,15 +133,27 @@ def _improved(graph: StepGraph, flow: Flow, limits: Limits, plans: Sequence[Plan
         splits: Whether backwards may be split.
     """
     scorer = partial(PlanScorer, graph, flow, limits)
-    beginnings = partial(_beginnings, graph, active=limits.active_microbatches, splits=splits)
-    best = LocalSearch(scorer(), splits=splits).improve(plans[0], beginnings(plans))
+    rules = _rules(graph.num_stages, active=limits.active_microbatches, splits=splits)
+    listed = cache(lambda number: list_schedule(graph, rules[number]))
+    numbers, beginnings = range(len(rules)), partial(_beginnings, graph, splits=splits)
+    best = LocalSearch(scorer(), splits=splits).improve(plans[0], map(listed, numbers), beginnings(plans))
     in_a_row = scorer(steps=STEPS, latest=best.makespan * (1 + NOTICEABLE))
-    return LocalSearch(in_a_row, splits=splits).improve(best, beginnings([best]))
+    return LocalSearch(in_a_row, splits=splits).improve(best, map(listed, numbers), beginnings([best]))
 
 
-def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, splits: bool) -> Iterator[Orders]:
-    """Starting orders of local search: those of ``plans``, and some of list scheduling."""
-    stages = graph.num_stages
+def _rules(stages: int, *, active: int | None, splits: bool) -> list[list[Rules]]:
+    """Rules of list scheduling, per stage, whose orders local search starts from; the most promising ones first."""
+    usual = Rules(splits=splits, most_microbatches=active)
+    return [
+        *([usual._replace(patience=patience)] * stages for patience in (0.0, 0.5, 1.0)),
+        [usual._replace(forward_first=True)] * stages,
+        [usual._replace(most_microbatches=stages - stage) for stage in range(stages)],
+    ]
+
+
+def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, splits: bool) -> Iterator[Orders]:
+    """Starting orders of local search: those of ``plans``, with all backwards split, the last half of them, and so
+    on."""
     for plan in plans:
         orders = graph.orders_of(plan)
         if not splits:
@@ -152,11 +164,6 @@ def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, 
                 num_whole = graph.num_microbatches - num_split
                 yield fill_waits(graph, orders, impatience=impatience, num_whole=num_whole)
         yield [graph.parted(order) for order in orders]
-    usual = Rules(splits=splits, most_microbatches=active)
-    for patience in (0.0, 0.5, 1.0):
-        yield list_schedule(graph, [usual._replace(patience=patience)] * stages)
-    yield list_schedule(graph, [usual._replace(forward_first=True)] * stages)
-    yield list_schedule(graph, [usual._replace(most_microbatches=stages - stage) for stage in range(stages)])
 
 
 def _simplest(graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult]) -> SearchResult:
