@@ -103,7 +103,7 @@ def test_models_of_hugging_face_train_in_a_pipeline(model, tmp_path):
     ("layout", "ranks", "said"),
     [
         ("zero1", 2, "The state of the optimizers is dealt out over 2 replicas"),
-        ("pp2_sdp2", 4, "4 ranks = pp 2 x dp_replicate 1 x dp_shard 2"),
+        ("pp2_sdp2", 4, "4 ranks = pp 2 x dp_replicate 1 x dp_shard 2, placement DSPT"),
     ],
 )
 def test_replicas_that_share_state_train_and_write_the_best_model(layout, ranks, said, tmp_path):
