@@ -189,4 +189,5 @@ class OptionKeywords(TypedDict, total=False):
     smp_report: Literal["quiet", "short", "full"]
     """Text about the layout. ``short``: at the end of the first training step, at most 25 lines: mesh, stages, memory,
     predicted and measured times, the one change that would help most. ``full``: also tables of the partition, the split
-    layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings."""
+    layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings. ``report``
+    is an alias."""

@@ -391,7 +391,8 @@ class ReportOptions:
     smp_report: SMPReport = "short"
     """Text about the layout. ``short``: at the end of the first training step, at most 25 lines: mesh, stages, memory,
     predicted and measured times, the one change that would help most. ``full``: also tables of the partition, the
-    split layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings."""
+    split layers and the paths of messages as soon as they are known. ``quiet``: nothing but advice and warnings.
+    ``report`` is an alias."""
 
     def _problems(self) -> list[str]:
         return one_of(self, "smp_report", typing.get_args(SMPReport))

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ENV_PREFIX: Final = "SMP_"
-ALIASES: Final = {"partitions": "pipeline_parallel_degree"}
+ALIASES: Final = {"partitions": "pipeline_parallel_degree", "report": "smp_report"}
 # Environment variables with the prefix that are not options.
 NOT_OPTIONS: Final = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
 # Options of a single integration, which reads them itself.

@@ -124,7 +124,9 @@ def plain_loss(tmp_path_factory):
 
 @pytest.mark.one_in(1)
 def test_a_file_makes_a_pipeline_of_a_script_that_knows_of_none(plain_loss, tmp_path):
-    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatches": 2}}, SMP_PIPELINE="1f1b"))
+    code, output = end(
+        launch(tmp_path, {**ON_CPU, "smp_config": {"microbatches": 2}}, SMP_PIPELINE="1f1b", SMP_REPORT="full")
+    )
     assert code == 0, output
     assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}" for rank in range(2)]
     assert "schedule 1f1b with 2 microbatches" in output

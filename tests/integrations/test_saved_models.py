@@ -193,7 +193,7 @@ def test_a_model_is_uploaded_once_and_errors_reach_all_ranks(fails, is_save, tmp
     first, other = on_ranks(uploads, 2, LAYOUTS["sdp2"][1], tmp_path / "model", fails, is_save)
     if fails:
         assert first == "no room on the hub"
-        assert other.startswith(f"Rank 0 failed while {'saving to ' if is_save else 'uploading a model'}")
+        assert other.startswith(f"Rank 0 failed while {'saving' if is_save else 'uploading'} a model")
     else:
         assert first == [["README.md", "config.json", "generation_config.json", "model.safetensors"]]
         assert other == []

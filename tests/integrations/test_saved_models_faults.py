@@ -68,15 +68,16 @@ def test_no_rank_has_more_than_a_tensor_besides_its_share(name, layout, tmp_path
 def saves_alone(folder, others):
     watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 0.5, 0.2
     accelerator, model = trained("gpt2", PP2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     tokens = torch.zeros(4, 8, dtype=torch.int64)
-    with torch.no_grad():  # between this and the next update nobody listens to the main process
-        model(input_ids=tokens)
+    # Between this and the update nobody listens to the main process.
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     begin = time.monotonic()
     try:
         if accelerator.is_main_process:
             model.save_pretrained(folder)
         elif others == "step":
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
     except RuntimeError as error:
         return time.monotonic() - begin, str(error)
     return time.monotonic() - begin, ""

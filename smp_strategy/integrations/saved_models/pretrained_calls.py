@@ -19,7 +19,7 @@ counts, is that of the whole model, although a rank has parts of split layers.
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -216,11 +216,20 @@ class PretrainedCalls:
     def _plan(self, target: Path, staging: Path, entries: dict[str, Any], options: dict[str, Any]) -> FileNotes:
         """Let the library prepare all files; those of tensors are noted."""
         notes = FileNotes(staging)
-        with self._parts_give_names(), notes.instead_of(self._library, "safe_save_file"):
+        with self._parts_give_names(), self._counted(entries), notes.instead_of(self._library, "safe_save_file"):
             if self._is_adapter and (target / _CARD).is_file():  # which the user may have edited, and PEFT completes
                 shutil.copyfile(target / _CARD, staging / _CARD)
             self._own(str(staging), state_dict=entries, is_main_process=True, **options)
         return notes
+
+    @contextmanager
+    def _counted(self, entries: Mapping[str, Any]) -> Iterator[None]:
+        """Context in which one rank may ask for ``num_parameters``; outside of it all do, in a hook."""
+        with Patches() as patches:
+            if hasattr(self.model, "num_parameters"):
+                number = sum(entries.get(name, own).numel() for name, own in self.model.named_parameters())
+                patches.put(self.model, "num_parameters", lambda: number)
+            yield
 
     @contextmanager
     def _parts_give_names(self) -> Iterator[None]:
