@@ -47,6 +47,8 @@ class OptionKeywords(TypedDict, total=False):
 
     partitions: int | None
     """Alias of ``pipeline_parallel_degree``."""
+    report: Literal["quiet", "short", "full"]
+    """Alias of ``smp_report``."""
 '''
 
 

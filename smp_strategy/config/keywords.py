@@ -14,6 +14,8 @@ class OptionKeywords(TypedDict, total=False):
 
     partitions: int | None
     """Alias of ``pipeline_parallel_degree``."""
+    report: Literal["quiet", "short", "full"]
+    """Alias of ``smp_report``."""
     pipeline_parallel_degree: int | None
     """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, but 1
     (SageMaker's default) if parameters or optimizer state are sharded."""
