@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.torch_private import default_group
 
-__all__ = ["free_port", "run_ranks"]
+__all__ = ["collecting_paused", "free_port", "run_ranks"]
 
 # Ephemeral ports are above: Linux from 32768 on, others from 49152 (IANA, RFC 6335).
 _LOWEST, _HIGHEST = 20000, 32767
@@ -53,6 +53,21 @@ def free_port() -> int:
             except OSError:  # taken
                 continue
             return port
+
+
+@contextlib.contextmanager
+def collecting_paused() -> Iterator[None]:
+    """Context in which a process forks; the child freezes what it has inherited, and collects garbage from then on.
+
+    A collection before that would end garbage of the parent, perhaps with threads that the child does not have.
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
@@ -93,7 +108,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             arguments = (fn, args, rank, world_size, port, folder, timeout, theirs)
             processes.append(context.Process(target=_rank_main, args=arguments))
             connections.append(ours)
-            processes[-1].start()
+            with collecting_paused():
+                processes[-1].start()
             theirs.close()
         try:
             return _collect(connections, timeout)
@@ -146,6 +162,7 @@ def _rank_main(
 ) -> None:
     # Freeze objects of the parent: a garbage collection would touch all of them, and so copy every shared page.
     gc.freeze()
+    gc.enable()
     faulthandler.dump_traceback_later(timeout, exit=True, file=2)
     os.environ.update(
         RANK=str(rank),

@@ -32,6 +32,7 @@ import lightning.pytorch  # noqa: F401  (what is imported here need not be in fo
 import torch
 
 from smp_strategy.config import special_paths
+from smp_strategy.testing import collecting_paused
 
 __all__ = ["forked_interpreters"]
 
@@ -59,7 +60,10 @@ def _execute_child(self: Any, *positional: Any) -> None:
         return
     for stream in (sys.stdout, sys.stderr):  # the fork would write what is in their buffers once more
         stream.flush()
-    self.pid = os.fork()
+    with collecting_paused():
+        self.pid = os.fork()
+        if self.pid == 0:
+            gc.freeze()
     if self.pid == 0:
         code = 1
         try:
@@ -87,7 +91,6 @@ def _command_of_this_python(arguments: Any) -> list[str] | None:
 
 def _put_away(given: Mapping[str, Any]) -> None:
     """Make this fork what a new process of ``Popen(given)`` is."""
-    gc.freeze()
     if given["start_new_session"]:
         os.setsid()
     for source, target in ((given["p2cread"], 0), (given["c2pwrite"], 1), (given["errwrite"], 2)):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from smp_strategy.testing import free_port
+from smp_strategy.testing import collecting_paused, free_port
 
 __all__ = ["run_script"]
 
@@ -36,8 +36,9 @@ def run_script(folder: Path, script: Path, *arguments: str, ranks: int = 1) -> s
         for rank in range(ranks)
     ]
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    for process in processes:
-        process.start()
+    with collecting_paused():
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
         if process.exitcode is None:
@@ -57,6 +58,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _as_main(script: Path, arguments: tuple[str, ...], told: Path, environment: dict[str, str]) -> None:
     gc.freeze()
+    gc.enable()
     os.environ.update(environment)
     rank_zero_only.rank = int(environment.get("RANK", 0))  # Lightning has looked when it was imported
     os.chdir(told.parent)
