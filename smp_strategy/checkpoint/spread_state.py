@@ -2,9 +2,8 @@
 
 A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
 (:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
-are dealt out to ranks. A writer gathers one tensor at a time, or those
-that a conversion needs together, and writes it to its place in the file. What it has itself is written from where it
-is.
+are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together, and writes it
+to its place in the file. What it has itself is written from where it is.
 
 [Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
 it. All ranks compare notes after each round of about a GiB, and stop then.
