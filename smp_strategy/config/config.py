@@ -181,7 +181,7 @@ class SMPConfig(
         """
         problems: list[str] = []
         given = resolve_aliases(options, problems)
-        merged = options_in(os.environ, option_types(), problems, given)
+        merged = options_in(os.environ, option_types(), problems)
         with told_by_origin(options, os.environ, _defaults()):
             return cls._of_known({**merged, **given}, problems)
 
@@ -260,8 +260,7 @@ class SMPConfig(
         """Number of microbatches of a full batch, for ``num_stages`` pipeline stages."""
         if self.microbatches is not None:
             return self.microbatches
-        is_filled = self.pipeline_parallel_degree is None and num_stages > 1
-        return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
+        return MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1
 
 
 def _defaults() -> dict[str, Any]:

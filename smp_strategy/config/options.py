@@ -54,7 +54,8 @@ class PipelineOptions:
     """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, but 1
     (SageMaker's default) if parameters or optimizer state are sharded."""
     microbatches: int | None = None
-    """Microbatches per step. ``None``: 1 if a degree is given or there is one stage, else 4 per stage."""
+    """Microbatches per step. ``None``: 4 per stage, or as many as the batch has samples; 1 if there is one stage, or if
+    the loss compares samples. SageMaker's calls take 1."""
     evaluation_microbatches: int = 1
     """Microbatches of a step without gradients: 1 for metrics of the whole batch; more overlap stages and save memory.
     SageMaker's steps return one result for each of ``microbatches``, and stay so."""

@@ -1,12 +1,11 @@
 """Recipes: short names of options, like ``pp4_zbv_mb16``, for command lines, file names and environment variables."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["MICROBATCHES_PER_STAGE", "follow_degree", "named_replicas", "parse_recipe"]
+__all__ = ["MICROBATCHES_PER_STAGE", "named_replicas", "parse_recipe"]
 
 _BY_HYDRA = "smp="
 
@@ -36,10 +35,9 @@ _MICS = re.compile(r"mics(\d+)x(\d+)")
 def parse_recipe(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:
     """Parse a recipe: ``pp2``, ``pp4_mb16``, ``pp4_1f1b_v2``, ``tp2_pp2``, ``mics2x2``, ``zero1``.
 
-    A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
-    Schedules are named as in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and replicates
-    B times; B is no option, because it follows from the number of ranks (:func:`named_replicas`). A name that shards
-    something or splits layers, and has no ``pp``, means one stage.
+    ``vN`` gives every rank N chunks of the model. Schedules are named as in the option ``pipeline``, without hyphens.
+    ``micsAxB`` shards over A ranks and replicates B times; B is no option, because it follows from the number of ranks
+    (:func:`named_replicas`). A name that shards something or splits layers, and has no ``pp``, means one stage.
 
     Args:
         name: the recipe.
@@ -49,24 +47,9 @@ def parse_recipe(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:
         ConfigError: a part that is not understood, that stands twice, or that is 0.
     """
     options = _parts(name, door)
-    if "pipeline_parallel_degree" in options:
-        options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
-    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
-        options["pipeline_parallel_degree"] = 1
+    if options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
+        options.setdefault("pipeline_parallel_degree", 1)
     return options
-
-
-def follow_degree(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Microbatches for ``options``, which win over the recipe ``name`` and may have another number of stages.
-
-    Returns:
-        ``{"microbatches": ...}``; nothing if the recipe or ``options`` name a number, or none follows.
-    """
-    degree = options.get("pipeline_parallel_degree")
-    named = _parts(name)
-    if "pipeline_parallel_degree" not in named or "microbatches" in {**named, **options} or not isinstance(degree, int):
-        return {}
-    return {"microbatches": MICROBATCHES_PER_STAGE * degree}
 
 
 def _parts(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:

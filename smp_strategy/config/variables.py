@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from smp_strategy.config.foreign_words import NAMES
 from smp_strategy.config.parsing import parse
-from smp_strategy.config.recipe import follow_degree, parse_recipe
+from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.errors import ConfigError
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "note_on_others",
     "options_in",
     "resolve_aliases",
-    "recipe_options",
     "text_of_variable",
     "told_by_origin",
 ]
@@ -75,16 +74,13 @@ def resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str
     return resolved
 
 
-def options_in(
-    environ: Mapping[str, str], hints: Mapping[str, Any], problems: list[str], given: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def options_in(environ: Mapping[str, str], hints: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win.
 
     Args:
         environ: environment variables.
         hints: type of every option.
         problems: gets the mistakes: variables of one option that differ, and misspelt ones.
-        given: options that win over all of these, for the microbatches that follow from a recipe.
     """
     options: dict[str, Any] = {}
     recipe: dict[str, Any] = {}
@@ -114,28 +110,7 @@ def options_in(
                 f"The environment variable {variable} names no option of smp_strategy. Did you mean {near}? Rename or "
                 "unset it."
             )
-    if recipe:
-        # None is the default, which configuration files write out.
-        winning = {**options, **{name: value for name, value in (given or {}).items() if value is not None}}
-        recipe |= follow_degree(environ["SMP_CONFIG"], winning)
     return {**recipe, **options}
-
-
-def recipe_options(name: str, door: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Options of the recipe ``name``, which win over ``environ`` except where they only follow from other parts of it.
-
-    Args:
-        name: recipe, like ``pp2_sdp2``.
-        door: what stands before it where the user wrote it, for errors.
-        environ: environment variables.
-
-    Raises:
-        ConfigError: the recipe is not understood.
-    """
-    options = parse_recipe(name, door)
-    if "_mb" not in f"_{name}" and text_of_variable(environ, "microbatches"):
-        options.pop("microbatches", None)
-    return options
 
 
 @contextmanager

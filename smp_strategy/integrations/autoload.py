@@ -138,11 +138,11 @@ def _with_recipes(registry: Any) -> Any:
         return dict.__contains__(self, name) or _is_recipe(name)
 
     def missing(self: Any, name: str) -> dict[str, Any]:
-        from smp_strategy.config.variables import recipe_options
+        from smp_strategy.config.recipe import parse_recipe
 
         if not _is_recipe(name):
             raise KeyError(name)
-        options = recipe_options(name.removeprefix(_RECIPE), f"strategy={_RECIPE}", os.environ)
+        options = parse_recipe(name.removeprefix(_RECIPE), f"strategy={_RECIPE}")
         return {**self["smp"], "strategy_name": name, "init_params": options}
 
     def available_strategies(self: Any) -> list[str]:

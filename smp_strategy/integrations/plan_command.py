@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import nn
 
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.engine.layout_planning import LayoutPlanner
 from smp_strategy.errors import ConfigError
@@ -64,7 +65,7 @@ def _layout(given: Namespace, cluster: Cluster) -> JobLayout:
     pp, tp, shards = (
         options.pop(f"{name}_degree", 1) for name in ("pipeline_parallel", "tensor_parallel", "sharded_data_parallel")
     )
-    microbatches = options.pop("microbatches", 1)
+    microbatches = options.pop("microbatches", None) or SMPConfig().num_microbatches(pp)
     if options:
         raise ConfigError(f"`--layout {given.layout}`: an estimate has no `{next(iter(options))}`. Leave it out.")
     replicas, left = divmod(cluster.num_devices, pp * tp * shards)

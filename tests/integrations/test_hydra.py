@@ -186,7 +186,7 @@ def test_any_recipe_is_an_option_of_the_group(compose):
 
 def test_a_schedule_and_virtual_stages_are_options_of_the_group(compose):
     node = compose("smp=pp4_1f1b_v2").smp
-    assert (node.pipeline, node.virtual_pipeline_degree, node.microbatches) == ("1f1b", 2, 16)
+    assert (node.pipeline, node.virtual_pipeline_degree, node.microbatches) == ("1f1b", 2, None)
 
 
 def test_limits_and_speeds_are_given_on_the_command_line(compose):

@@ -221,9 +221,17 @@ def test_what_depends_on_microbatches_is_told_once(door, tmp_path):
         assert before == pytest.approx(expected if door == "accelerate" else mean_of(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("door", ["accelerate", "trainer", "lightning"])
-def test_without_a_number_of_microbatches_there_is_one_for_such_a_loss(door, tmp_path):
-    _, losses, weights, text = run(door, {}, tmp_path, nn.LayerNorm)
+@pytest.mark.parametrize(
+    ("door", "options"),
+    [
+        ("accelerate", {"pipeline_parallel_degree": 2}),
+        ("trainer", {}),
+        ("lightning", {"pipeline_parallel_degree": 2}),
+        ("lightning", {}),
+    ],
+)
+def test_without_a_number_of_microbatches_there_is_one_for_such_a_loss(door, options, tmp_path):
+    _, losses, weights, text = run(door, options, tmp_path, nn.LayerNorm)
     expected = alone(by_trainer, None, nn.LayerNorm, tmp_path / "alone")[1:3] if door == "trainer" else trained()
     assert text.count("So batches (8 samples) are not cut into microbatches") == 1
     assert losses == pytest.approx(expected[0], rel=1e-4)

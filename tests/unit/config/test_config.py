@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.config.config import Schedule, SMPConfig
 from smp_strategy.config.options import PartitionOptions, PipelineOptions
-from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE, named_replicas, parse_recipe
+from smp_strategy.config.recipe import named_replicas, parse_recipe
 from smp_strategy.errors import ConfigError, SMPError, printable
 
 
@@ -312,12 +312,9 @@ def test_an_alias_that_differs_from_the_name_is_refused():
 # --- what follows from the options ----------------------------------------------------------------------------------
 
 
-def test_a_given_degree_without_microbatches_means_one_microbatch():
-    assert SMPConfig(pipeline_parallel_degree=2).num_microbatches(2) == 1
-
-
-def test_no_degree_anywhere_means_some_microbatches_per_stage():
-    assert SMPConfig().num_microbatches(3) == 3 * MICROBATCHES_PER_STAGE
+@pytest.mark.parametrize("degree", [None, 3])
+def test_stages_get_some_microbatches_each_also_where_their_number_is_given(degree):
+    assert SMPConfig(pipeline_parallel_degree=degree).num_microbatches(3) == 12
 
 
 def test_a_single_stage_has_no_idle_time_to_fill_with_microbatches():
@@ -344,8 +341,6 @@ def test_a_recipe_says_what_its_name_says(options, random):
     parts = [f"{_NAMES[name]}{value}" for name, value in options.items()]
     random.shuffle(parts)
     parsed = parse_recipe("_".join(parts))
-    if "pipeline_parallel_degree" in options and "microbatches" not in options:
-        assert parsed.pop("microbatches") == MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"]
     with_one_stage = {"sharded_data_parallel_degree", "tensor_parallel_degree"}
     if with_one_stage.intersection(options) and "pipeline_parallel_degree" not in options:
         assert parsed.pop("pipeline_parallel_degree") == 1
@@ -367,7 +362,7 @@ def test_any_other_name_is_a_config_error(name):
         ("mics2x4", {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 1}),
         ("zero1", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1}),
         ("zero1_mb4", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1, "microbatches": 4}),
-        ("pp2_sdp4", {"sharded_data_parallel_degree": 4, "pipeline_parallel_degree": 2, "microbatches": 8}),
+        ("pp2_sdp4", {"sharded_data_parallel_degree": 4, "pipeline_parallel_degree": 2}),
         ("tp2_mb4", {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "microbatches": 4}),
         ("tp2_sdp2", {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 1}),
         ("1f1b", {"pipeline": "1f1b"}),

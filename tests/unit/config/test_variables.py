@@ -50,13 +50,12 @@ def test_single_variables_win_over_the_recipe_variable(monkeypatch):
 
 def test_microbatches_of_a_recipe_follow_the_degree_that_wins_over_it(monkeypatch):
     monkeypatch.setenv("SMP_CONFIG", "pp2")
-    assert SMPConfig.from_options(pipeline_parallel_degree=4).microbatches == 16
-    assert SMPConfig.from_options(pipeline_parallel_degree=4, microbatches=3).microbatches == 3
-    assert SMPConfig.from_options(pipeline_parallel_degree=None).microbatches == 8
+    assert SMPConfig.from_options(pipeline_parallel_degree=4).num_microbatches(4) == 16
+    assert SMPConfig.from_options(pipeline_parallel_degree=4, microbatches=3).num_microbatches(4) == 3
     monkeypatch.setenv("SMP_PARTITIONS", "3")
-    assert SMPConfig.from_options().microbatches == 12
+    assert SMPConfig.from_options().num_microbatches(3) == 12
     monkeypatch.setenv("SMP_CONFIG", "pp2_mb6")
-    assert SMPConfig.from_options().microbatches == 6
+    assert SMPConfig.from_options().num_microbatches(3) == 6
 
 
 def test_a_variable_beside_an_argument_of_a_door_is_refused_with_the_argument(monkeypatch):
