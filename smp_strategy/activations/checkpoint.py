@@ -8,26 +8,6 @@ backward inside another one finds what it would have found without checkpointing
 
 A slot keeps its tensor until autograd drops the slot, which it does right after use. With a retained graph, slots are
 emptied when the backward is over, and the next backward recomputes the call.
-
-Saved inputs of a checkpointed call.
-
-Autograd itself saves the input tensors, in a node that belongs to no graph: hooks on saved tensors see them (and may
-offload them), an in-place change is detected, and they are freed with the graph that leads to them. A tensor returned
-by an earlier call of the checkpoint group is not saved, because that call is recomputed too.
-
-Each run gets tensors without history. They require gradients where those of the call did, and are not leaves, so the
-run may change them in place as the call may have. Arguments that were one tensor are one tensor again.
-
-Checkpoint groups: consecutive calls that are recomputed together. See [Note: recomputation slots].
-
-A call need not keep an input that the call before it has returned: in backward the earlier call is recomputed first,
-and the tensors that both would have kept are available at once. So a group of N calls keeps only the inputs of its
-first call, and has the activations of all N in memory during their backward.
-
-Two calls belong together if their units are in the same list of modules, they belong to the same microbatch, and a
-tensor that the later one gets is, as an object and unchanged, one that the earlier one has returned. A value from
-another stage, or from code above the units, is another object: a group never crosses stages, and ends where anything
-happens between its units.
 """
 
 import weakref
@@ -46,6 +26,17 @@ from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import without_transforms
 
 __all__ = ["Recomputed", "CheckpointInputs", "CheckpointGroups"]
+
+
+# --- saved inputs ----------------------------------------------------------------------------------------------------
+# Saved inputs of a checkpointed call.
+#
+# Autograd itself saves the input tensors, in a node that belongs to no graph: hooks on saved tensors see them (and may
+# offload them), an in-place change is detected, and they are freed with the graph that leads to them. A tensor returned
+# by an earlier call of the checkpoint group is not saved, because that call is recomputed too.
+#
+# Each run gets tensors without history. They require gradients where those of the call did, and are not leaves, so the
+# run may change them in place as the call may have. Arguments that were one tensor are one tensor again.
 
 
 class _Keep(torch.autograd.Function):
@@ -170,6 +161,9 @@ def _anchor() -> Tensor:
 #
 # In a checkpoint group the results of one second run are arguments of the next, so only the last call of the group may
 # stop early.
+
+
+# --- recomputation ---------------------------------------------------------------------------------------------------
 
 
 class _Enough(BaseException):
@@ -356,6 +350,19 @@ def _is_different(name: str, what: str) -> UnsupportedError:
         "arguments, its attributes and random numbers, and on nothing else that changes. Leave it out of "
         "`activation_checkpointing`."
     )
+
+
+# --- checkpoint groups -----------------------------------------------------------------------------------------------
+# Checkpoint groups: consecutive calls that are recomputed together. See [Note: recomputation slots].
+#
+# A call need not keep an input that the call before it has returned: in backward the earlier call is recomputed first,
+# and the tensors that both would have kept are available at once. So a group of N calls keeps only the inputs of its
+# first call, and has the activations of all N in memory during their backward.
+#
+# Two calls belong together if their units are in the same list of modules, they belong to the same microbatch, and a
+# tensor that the later one gets is, as an object and unchanged, one that the earlier one has returned. A value from
+# another stage, or from code above the units, is another object: a group never crosses stages, and ends where anything
+# happens between its units.
 
 
 class Joined(NamedTuple):

@@ -10,11 +10,6 @@ no pipeline. The names that this package has, too, keep their meaning. The diffe
 * Options that belong to SageMaker's own backend or launcher have no effect here, and a note says so.
 * Options without effect, such as ``sdp_reduce_bucket_size`` without sharding, are errors in this package. SageMaker's
   library ignores them, so they are left out.
-
-Keys of SageMaker's configuration: their values, and those that have no effect here.
-
-One table per dict that a configuration contains. A key that is in no table is refused, and so is a value that its key
-does not take: SageMaker's library would fail later, or read it in a way of its own (any text is true, say).
 """
 
 import difflib
@@ -233,6 +228,13 @@ def _leave_out(options: dict[str, Any], prefix: str, is_used: bool, notes: list[
     for name in [each for each in options if each.startswith(prefix)]:
         del options[name]
         notes.append(f"`{name}` has no effect: what it is about is off.")
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+# Keys of SageMaker's configuration: their values, and those that have no effect here.
+#
+# One table per dict that a configuration contains. A key that is in no table is refused, and so is a value that its key
+# does not take: SageMaker's library would fail later, or read it in a way of its own (any text is true, say).
 
 
 _ANY_SIZE: Final = sys.maxsize

@@ -13,17 +13,6 @@ stands for one thread's work. When a backward ends, it is through with the calls
 
 Each ``backward()`` is tracked by itself: the second one through the same graph, one that ends early (a segment of a
 pipeline), one within another (reentrant checkpoints). Calls that it has not arrived at may be wanted by the next one.
-
-Saved-tensor hooks for weights of sharded units: backward gathers the weights before it reads them.
-
-Autograd saves views of weights, and their memory comes and goes. The code that frees it must know when backward will
-read it, and can be mistaken: a unit may leave a result in an attribute, or in an object that cannot be inspected. Freed
-memory must never be read. So tensors that a unit saves pass through here: those in the memory of its weights are handed
-to autograd in a form that asks for the weights when it is opened.
-
-This replaces autograd's own check that a saved tensor was not changed in place, which is done only for tensors that
-were saved without hooks. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come before
-these; hooks outside of it get all tensors except the weights, as they would without these.
 """
 
 from collections import Counter
@@ -196,6 +185,19 @@ class BackwardTracker:
         for call in calls:
             self._leave(call)
         self._tell_done(calls)
+
+
+# --- saved weights ---------------------------------------------------------------------------------------------------
+# Saved-tensor hooks for weights of sharded units: backward gathers the weights before it reads them.
+#
+# Autograd saves views of weights, and their memory comes and goes. The code that frees it must know when backward will
+# read it, and can be mistaken: a unit may leave a result in an attribute, or in an object that cannot be inspected.
+# Freed memory must never be read. So tensors that a unit saves pass through here: those in the memory of its weights
+# are handed to autograd in a form that asks for the weights when it is opened.
+#
+# This replaces autograd's own check that a saved tensor was not changed in place, which is done only for tensors that
+# were saved without hooks. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come before
+# these; hooks outside of it get all tensors except the weights, as they would without these.
 
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -15,25 +15,6 @@ happens afterwards.
 
 A bucket is an all-reduce of the backend, or goes into joined sums
 (:class:`~smp_strategy.distributed.collectives.interface.JoinedSums`).
-
-All-reduce of gradient shards over the replicas of a shard group, overlapped with backward.
-
-When a unit has been reduced for the last time before the optimizer's step, its shard is summed over the replicas. There
-is one group of replicas for each rank of the shard group. The ranks of such a group must start the same sums in the
-same order, but they are in different shard groups, and those may reduce in different orders, or not the same units.
-
-So each group has an **order** of its own, of all trained units. A unit's sum begins when the unit and all before it in
-the order have probably been reduced for the last time, and for the rest when the pass ends, with zeros where there are
-no gradients. All ranks start every sum once per step, whatever happens, so their collectives match. And no rank waits
-for a sum before its pass has ended, so no shard group waits for another one during a pass.
-
-*Probably*, because only the end of the pass tells. A unit counts as complete once it has been reduced as often during
-this last backward as during that of the step before, and at least once. From the moment its sum begins, the unit has no
-gradients, so later ones are kept apart. At the end all ranks tell each other which units have later ones; these are
-summed in the same way and added. They also tell when each unit was reduced, which determines the order for the next
-step: the earliest first, units that were not reduced during the last backward at the end.
-
-Either all ranks get all of a sum, or each one the part that it alone updates.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -240,6 +221,28 @@ def _dense(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
 def _size(share: Sequence[nn.Parameter]) -> int:
     """Elements of a share: its gradients, and a flag for each."""
     return sum(parameter.numel() for parameter in share) + len(share)
+
+
+# --- shards over replicas --------------------------------------------------------------------------------------------
+# All-reduce of gradient shards over the replicas of a shard group, overlapped with backward.
+#
+# When a unit has been reduced for the last time before the optimizer's step, its shard is summed over the replicas.
+# There is one group of replicas for each rank of the shard group. The ranks of such a group must start the same sums in
+# the same order, but they are in different shard groups, and those may reduce in different orders, or not the same
+# units.
+#
+# So each group has an **order** of its own, of all trained units. A unit's sum begins when the unit and all before it
+# in the order have probably been reduced for the last time, and for the rest when the pass ends, with zeros where there
+# are no gradients. All ranks start every sum once per step, whatever happens, so their collectives match. And no rank
+# waits for a sum before its pass has ended, so no shard group waits for another one during a pass.
+#
+# *Probably*, because only the end of the pass tells. A unit counts as complete once it has been reduced as often during
+# this last backward as during that of the step before, and at least once. From the moment its sum begins, the unit has
+# no gradients, so later ones are kept apart. At the end all ranks tell each other which units have later ones; these
+# are summed in the same way and added. They also tell when each unit was reduced, which determines the order for the
+# next step: the earliest first, units that were not reduced during the last backward at the end.
+#
+# Either all ranks get all of a sum, or each one the part that it alone updates.
 
 
 _NEVER = 2**31

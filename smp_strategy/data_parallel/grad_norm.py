@@ -7,12 +7,6 @@ the ranks, and every rank takes its norm: the same numbers in the same order as 
 For a gradient that is sharded over a shard group each rank takes the norm of its piece. The norm over the ranks of
 these is that of the gradient, except for rounding. The same holds for gradients of split layers, over the ranks that
 have the parts; of parameters that are equal on these ranks the norm of the first rank counts, once.
-
-Gradient unscaling by the loss scale, and agreement of all ranks on whether any gradient has overflowed.
-
-A rank has gradients of its stage, its part of split layers, its pieces of sharded parameters, or of the parameters that
-its replica updates; an overflow may show on a single rank only. Skipping a step is a decision of all of them, so there
-is one reduction of the outcome over all ranks.
 """
 
 import functools
@@ -98,6 +92,14 @@ def global_norm(
         collectives.reduce_numbers(norms, group=group, doing=_NORM).wait()
     found = norms[0, norms[1] > 0]
     return torch.linalg.vector_norm(found, norm_type) if len(found) else norms.new_zeros(())
+
+
+# --- unscaling -------------------------------------------------------------------------------------------------------
+# Gradient unscaling by the loss scale, and agreement of all ranks on whether any gradient has overflowed.
+#
+# A rank has gradients of its stage, its part of split layers, its pieces of sharded parameters, or of the parameters
+# that its replica updates; an overflow may show on a single rank only. Skipping a step is a decision of all of them, so
+# there is one reduction of the outcome over all ranks.
 
 
 def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> UnscaleResult:

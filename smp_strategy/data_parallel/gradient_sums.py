@@ -2,17 +2,6 @@
 
 A parameter may have a gradient on one rank and none on another (it was unused in this step there). The ranks agree
 first on which gradients exist anywhere; a gradient that no rank has stays ``None``, as in a single process.
-
-Sums of sparse gradients over the ranks of a group.
-
-``nn.Embedding(sparse=True)`` has a gradient of the rows that a batch has used, and optimizers such as SparseAdam update
-these rows only. So the sum over ranks must be sparse as well: it has the rows that any rank has used. Each rank gathers
-the rows of all others, and adds them in the order of the ranks.
-
-Choice of the way in which replicas sum dense gradients, by the places of the ranks.
-
-On one node the sums are in shared memory, between nodes they are hierarchical. Backends other than gloo know their
-links, and all-reduce themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,6 +90,14 @@ def _present_anywhere(
     return dense, sparse
 
 
+# --- sparse gradients ------------------------------------------------------------------------------------------------
+# Sums of sparse gradients over the ranks of a group.
+#
+# `nn.Embedding(sparse=True)` has a gradient of the rows that a batch has used, and optimizers such as SparseAdam update
+# these rows only. So the sum over ranks must be sparse as well: it has the rows that any rank has used. Each rank
+# gathers the rows of all others, and adds them in the order of the ranks.
+
+
 _SUMS = "sums of sparse gradients"
 
 
@@ -139,6 +136,13 @@ def _gathered(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
 def is_sparse(gradient: Tensor | None) -> bool:
     """Whether ``gradient`` is sparse."""
     return gradient is not None and gradient.layout == torch.sparse_coo
+
+
+# --- dense gradients of replicas -------------------------------------------------------------------------------------
+# Choice of the way in which replicas sum dense gradients, by the places of the ranks.
+#
+# On one node the sums are in shared memory, between nodes they are hierarchical. Backends other than gloo know their
+# links, and all-reduce themselves.
 
 
 _AXES = ("dp_replicate", "dp_shard")

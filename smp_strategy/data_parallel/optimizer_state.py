@@ -10,31 +10,6 @@ ranks and are copied, with everything that is no tensor. Other tensors (the rows
 
 Shapes tell which is which, unless there is one element only. Then names decide, for which a twin of the optimizer is
 probed: for a stand-in of seven elements a moment has seven.
-
-Full optimizer state for the user's hooks, although each rank holds a part of it.
-
-``optimizer.state[p]`` goes with ``p``: a hook that sees ``p`` whole, and the parameters of all stages, also finds whole
-moments, on every rank. While hooks run, optimizers have a class that notices access to their state; only then it is
-gathered, and after the hook each rank keeps its share of the possibly changed state. All ranks run the same code on the
-same values, so nothing is sent back. Scripts can look at the state outside of hooks as well, until the library needs
-the shares.
-
-An optimizer's own ``state_dict()`` contains the state that this rank updates: a part, which must not pass for the whole
-in a file. Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it
-``torch.save``.
-
-Step hooks, closures and modes of optimizers, for ranks whose optimizer sees only some of the parameters.
-
-Hooks that users have registered on an optimizer's step find, in a single process, all weights and gradients as they are
-before and after the step. So they are taken out of the step: hooks before it run before a rank hides the parameters
-that others update, and hooks after it when the new values are known everywhere, with everything in sight like any other
-hook.
-
-Closures, which evaluate the loss, may be called once per step.
-
-Schedule-free optimizers train one point, have an average evaluated, and exchange them in ``train`` and ``eval``. The
-exchange changes all weights by state that is kept for each of them, so ranks do it together, each for the parameters
-that it updates (Defazio et al. 2024).
 """
 
 from collections import OrderedDict
@@ -143,6 +118,20 @@ def _named(state: Any) -> list[tuple[str, object]]:
     return [
         (".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf) for path, leaf in found
     ]
+
+
+# --- full state for hooks --------------------------------------------------------------------------------------------
+# Full optimizer state for the user's hooks, although each rank holds a part of it.
+#
+# `optimizer.state[p]` goes with `p`: a hook that sees `p` whole, and the parameters of all stages, also finds whole
+# moments, on every rank. While hooks run, optimizers have a class that notices access to their state; only then it is
+# gathered, and after the hook each rank keeps its share of the possibly changed state. All ranks run the same code on
+# the same values, so nothing is sent back. Scripts can look at the state outside of hooks as well, until the library
+# needs the shares.
+#
+# An optimizer's own `state_dict()` contains the state that this rank updates: a part, which must not pass for the whole
+# in a file. Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it
+# `torch.save`.
 
 
 @final
@@ -292,6 +281,21 @@ def mark_own_states(optimizer: Optimizer) -> None:
 
 def _mark(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "state": _OwnState(state["state"])}
+
+
+# --- step hooks, closures, modes -------------------------------------------------------------------------------------
+# Step hooks, closures and modes of optimizers, for ranks whose optimizer sees only some of the parameters.
+#
+# Hooks that users have registered on an optimizer's step find, in a single process, all weights and gradients as they
+# are before and after the step. So they are taken out of the step: hooks before it run before a rank hides the
+# parameters that others update, and hooks after it when the new values are known everywhere, with everything in sight
+# like any other hook.
+#
+# Closures, which evaluate the loss, may be called once per step.
+#
+# Schedule-free optimizers train one point, have an average evaluated, and exchange them in `train` and `eval`. The
+# exchange changes all weights by state that is kept for each of them, so ranks do it together, each for the parameters
+# that it updates (Defazio et al. 2024).
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

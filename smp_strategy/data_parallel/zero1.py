@@ -9,14 +9,6 @@ Between the last backward and the optimizer each gradient is averaged on its own
 an optimizer a parameter without gradient does not exist: it makes no state for it. After its step each owner broadcasts
 the new values, which travel while the next forward has begun. If the user's hooks look at gradients all replicas keep
 them until the step.
-
-Asynchronous broadcast of updated parameters: units wait for theirs when they are next called.
-
-Once an optimizer has stepped, the next forward can begin before all values have arrived: a unit waits for its own
-parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
-until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So a
-parameter is guarded while it waits (:mod:`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at
-once, all other uses wait for the values.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -213,6 +205,16 @@ class ZeroOptimizer:
 def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
+
+
+# --- broadcast -------------------------------------------------------------------------------------------------------
+# Asynchronous broadcast of updated parameters: units wait for theirs when they are next called.
+#
+# Once an optimizer has stepped, the next forward can begin before all values have arrived: a unit waits for its own
+# parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
+# until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So a
+# parameter is guarded while it waits (`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at
+# once, all other uses wait for the values.
 
 
 @final

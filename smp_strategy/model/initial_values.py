@@ -18,11 +18,6 @@ for a moment, and its part is kept.
 
 A rehearsal finds out which tensors will be filled, before any has memory: everything is on the meta device, and a
 dispatch mode records the tensors that each operation changes.
-
-Materialise meta tensors in place: they get memory and keep identity, class, attributes and hooks.
-
-Assigning ``data`` cannot give memory to a meta tensor, because the device differs. Optimizers, tied modules and
-recurrent layers (by weak references) hold the object itself, so its implementation is swapped instead.
 """
 
 import inspect
@@ -367,6 +362,13 @@ def _with_all_around(name: str) -> Iterator[str]:
 def _on_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+# --- materialising ---------------------------------------------------------------------------------------------------
+# Materialise meta tensors in place: they get memory and keep identity, class, attributes and hooks.
+#
+# Assigning `data` cannot give memory to a meta tensor, because the device differs. Optimizers, tied modules and
+# recurrent layers (by weak references) hold the object itself, so its implementation is swapped instead.
 
 
 @contextmanager

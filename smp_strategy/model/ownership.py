@@ -6,15 +6,6 @@ accidental use is an error (:mod:`smp_strategy.model.guarded_tensors`). They get
 
 A parameter can be held by several stages: tied weights of two units by the stages of both, parameters that the glue
 has or computes with by all. The lowest of these stages counts it in norms and saves it.
-
-Home stages: which stages have the values of a tensor, and the guard of those that are elsewhere.
-
-After the partition a rank has values for the units of its own stage only. Operations on parameters and buffers of other
-stages are
-
-* carried out where the values are, while a hook of the user runs: then tensors that *are* here are guarded, too, and
-  their operations go to the view of that hook (:mod:`smp_strategy.engine.hooks.cross_stage`);
-* refused with the name, the stage and the remedy at any other time.
 """
 
 import weakref
@@ -42,6 +33,17 @@ from smp_strategy.model.guarded_tensors import (
 from smp_strategy.model.units import Unit
 
 __all__ = ["Ownership", "HomeStages", "HookAccess", "bring_back", "home_of", "resize", "send_away"]
+
+
+# --- home stages -----------------------------------------------------------------------------------------------------
+# Home stages: which stages have the values of a tensor, and the guard of those that are elsewhere.
+#
+# After the partition a rank has values for the units of its own stage only. Operations on parameters and buffers of
+# other stages are
+#
+# * carried out where the values are, while a hook of the user runs: then tensors that *are* here are guarded, too, and
+#   their operations go to the view of that hook (`smp_strategy.engine.hooks.cross_stage`);
+# * refused with the name, the stage and the remedy at any other time.
 
 
 @final
@@ -160,6 +162,9 @@ def bring_back(tensor: Tensor, values: Tensor) -> None:
     """Make ``tensor`` an ordinary one again."""
     unwatch(tensor)
     tensor.data = values
+
+
+# --- ownership -------------------------------------------------------------------------------------------------------
 
 
 @final

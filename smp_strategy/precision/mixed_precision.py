@@ -13,12 +13,6 @@ in float32, and calls the hooks that users have registered on the master.
 Weights that are sharded need no copy: they are gathered in half precision
 (:mod:`smp_strategy.data_parallel.flat_buffer`), and a slot with such a weight is left alone. So is a slot with a fake
 tensor of a dry run: shape inference and profiling create these in the dtype of :meth:`MixedPrecision.dtypes_in`.
-
-Casting the arguments of a unit: floating-point tensors get another dtype, in nested containers too.
-
-Code may change its arguments. A list that it appends to gets the new items, although it was given another list with the
-cast tensors. An in-place change of a cast tensor would be lost, so it is refused. Code may also ask whether two
-arguments are the same object (attention asks of queries and keys): a tensor that occurs twice is cast once.
 """
 
 import dataclasses
@@ -238,6 +232,14 @@ class _HalfCopy:
             master.grad.add_(gradient)
         for hook in list((master._post_accumulate_grad_hooks or {}).values()):
             hook(master)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+# Casting the arguments of a unit: floating-point tensors get another dtype, in nested containers too.
+#
+# Code may change its arguments. A list that it appends to gets the new items, although it was given another list with
+# the cast tensors. An in-place change of a cast tensor would be lost, so it is refused. Code may also ask whether two
+# arguments are the same object (attention asks of queries and keys): a tensor that occurs twice is cast once.
 
 
 # Checked first, because most arguments have these types.

@@ -1,11 +1,4 @@
-"""Column- and row-parallel layers: a region of split activations begins at the former and ends at the latter.
-
-A column-parallel layer has some of the outputs: it reads a whole tensor, and each rank computes its own outputs. A
-row-parallel layer has some of the inputs: the ranks' results are all-reduced. A column-parallel layer, any function
-that treats each output alike, and a row-parallel layer together cost one sum in forward and one in backward, each of
-the size of a whole activation, which is the minimum (Megatron-LM, Shoeybi et al. 2019).
-
-Boundary of a split region: inputs get their gradients all-reduced, outputs are summed over the ranks.
+"""Boundary of a split region: inputs get their gradients all-reduced, outputs are summed over the ranks.
 
 Inside a region each rank computes something else, so the gradient of every input must be summed. If several layers of a
 region read the same tensor (queries, keys and values), one sum is enough: the last input is remembered together with
@@ -150,6 +143,15 @@ def _is_in(found: Entered | None, state: tuple[Tensor, int, torch.dtype, bool]) 
 def _state_of(tensor: Tensor) -> tuple[Tensor, int, torch.dtype, bool]:
     version = 0 if tensor.is_inference() else tensor._version
     return tensor, version, _dtype_of(tensor), torch.is_grad_enabled()
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+# Column- and row-parallel layers: a region of split activations begins at the former and ends at the latter.
+#
+# A column-parallel layer has some of the outputs: it reads a whole tensor, and each rank computes its own outputs. A
+# row-parallel layer has some of the inputs: the ranks' results are all-reduced. A column-parallel layer, any function
+# that treats each output alike, and a row-parallel layer together cost one sum in forward and one in backward, each of
+# the size of a whole activation, which is the minimum (Megatron-LM, Shoeybi et al. 2019).
 
 
 Blocks = Sequence[Sequence[int]]

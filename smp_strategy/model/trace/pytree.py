@@ -6,13 +6,6 @@ supports all of them except dataclasses, which must be registered one by one.
 Arguments of a call are flattened hundreds of times per step, and nearly always contain no container, so flat calls have
 a short form that avoids the general, much slower pytree. A dry run inspects the arguments of every single operation
 several times: these contain tuples and lists at most.
-
-Objects with tensors as nodes of a pytree: distributions, namespaces, mappings that are no dict, the user's own.
-
-PyTorch's pytree takes an object of a class that it does not know as one leaf, with everything inside. Stages exchange
-tensors, so a call's result must be taken apart down to them. An object is opened into the contents of the container
-that it extends, if any, and its attributes. It is put together again past its constructor and past its own
-``__setitem__``, which may refuse changes or check values.
 """
 
 import collections
@@ -141,6 +134,15 @@ def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ..
 def _is_leaf(kind: type) -> bool:
     """Whether pytree treats objects of this type as leaves."""
     return not (kind in pytree.SUPPORTED_NODES or hasattr(kind, "__dataclass_fields__") or is_value(kind))
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+# Objects with tensors as nodes of a pytree: distributions, namespaces, mappings that are no dict, the user's own.
+#
+# PyTorch's pytree takes an object of a class that it does not know as one leaf, with everything inside. Stages exchange
+# tensors, so a call's result must be taken apart down to them. An object is opened into the contents of the container
+# that it extends, if any, and its attributes. It is put together again past its constructor and past its own
+# `__setitem__`, which may refuse changes or check values.
 
 
 _VALUES = (Mapping, dict, list, tuple, Distribution, types.SimpleNamespace)

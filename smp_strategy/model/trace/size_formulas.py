@@ -4,17 +4,6 @@ Batches that are padded to their longest sample bring new lengths all the time, 
 than the step. The second call of a kind, which differs from the first one in some numbers, runs dry once more with
 symbols for these (:class:`SymbolicSizes`). From then on a formula predicts calls of the kind, as long as its guards
 hold: code that branches on a size is run dry again for the other branch.
-
-Numbers of a call by which calls of one kind differ: sizes and strides of its tensors, and large plain integers.
-
-Two calls with the same *shape kind* have the same arguments but for these numbers.
-
-Symbolic sizes: one dry run of a call for all sizes, by PyTorch's symbolic shapes (``torch.fx.experimental``).
-
-A symbol stands for each number by which two calls differ. Sizes that are computed from it are expressions, and each
-branch of Python code that looks at one leaves a *guard*, a condition under which other numbers take the same branch.
-
-This module alone uses the private parts of PyTorch's symbolic shapes.
 """
 
 import inspect
@@ -43,6 +32,12 @@ __all__ = ["SizeFormulas", "shape_kind", "SymbolicSizes"]
 # Smaller integers are dims, flags and factors: code branches on them.
 _SMALL = 8
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+# --- numbers of a call -----------------------------------------------------------------------------------------------
+# Numbers of a call by which calls of one kind differ: sizes and strides of its tensors, and large plain integers.
+#
+# Two calls with the same *shape kind* have the same arguments but for these numbers.
 
 
 def shape_kind(leaf: Any, key: object) -> object:
@@ -90,6 +85,15 @@ def _bounds(leaf: slice) -> tuple[Any, Any, Any]:
 
 def _is_number(leaf: Any) -> bool:
     return (type(leaf) is int and abs(leaf) > _SMALL) or isinstance(leaf, _SYMBOLIC)
+
+
+# --- symbolic sizes --------------------------------------------------------------------------------------------------
+# Symbolic sizes: one dry run of a call for all sizes, by PyTorch's symbolic shapes (`torch.fx.experimental`).
+#
+# A symbol stands for each number by which two calls differ. Sizes that are computed from it are expressions, and each
+# branch of Python code that looks at one leaves a *guard*, a condition under which other numbers take the same branch.
+#
+# This module alone uses the private parts of PyTorch's symbolic shapes.
 
 
 # PyTorch assumes that a symbolic size is no 0 and no 1.
@@ -225,6 +229,9 @@ _MOST_FORMULAS = 8
 _MOST_FAILURES = 2
 
 _Numbers = tuple[Any, ...]
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
 
 
 @final

@@ -12,12 +12,6 @@ The solver is dynamic programming over the units in program order. A state is th
 peak so far; dominated states are dropped. Few states survive, because similar units lead to the same states. If there
 are too many nevertheless (copies to host memory can cause that), bytes are rounded up to ever coarser grains. So the
 answer always fits, and the solver knows whether it is exact.
-
-Lower bound on the recompute time of a partial choice, by Lagrangian relaxation; prunes the knapsack search.
-
-If bytes have a price, equal for all units of a stage, each unit can choose for itself, and the sum is a lower bound on
-any choice of the knapsack. Subgradient steps find good prices: they raise
-those of moments that are too full, and lower the others. Feasible choices turn up on the way.
 """
 
 from bisect import bisect_right
@@ -280,6 +274,14 @@ def _in_grains(alternative: Alternative, tick: float, grain: int) -> Alternative
     """``alternative`` in integers, so that sums do not depend on the order of addition."""
     loads = tuple(MemoryUse(*(-(-nbytes // grain) for nbytes in load)) for load in alternative.loads)
     return Alternative(round(alternative.seconds / tick), loads, -(-alternative.copied_bytes // grain))
+
+
+# --- lower bound -----------------------------------------------------------------------------------------------------
+# Lower bound on the recompute time of a partial choice, by Lagrangian relaxation; prunes the knapsack search.
+#
+# If bytes have a price, equal for all units of a stage, each unit can choose for itself, and the sum is a lower bound
+# on any choice of the knapsack. Subgradient steps find good prices: they raise those of moments that are too full, and
+# lower the others. Feasible choices turn up on the way.
 
 
 STEPS = 80

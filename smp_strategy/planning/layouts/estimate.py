@@ -14,8 +14,6 @@ gathers             an all-gather of each unit's parameters: with several stages
 
 With a single stage, gathers and reduce-scatters overlap with the computation of other units, and sums with the backward
 of the last microbatch; with several, they come before and after the passes of the step.
-
-Search of the fastest layouts: a rough estimate of all, and the planner's for the best of them.
 """
 
 from collections import Counter
@@ -328,6 +326,10 @@ def _split_seconds(costs: LayoutCosts, layout: JobLayout, cluster: Cluster) -> f
         4 * number * cluster.ring(nbytes, layout.tp, per_node=layout.tp)
         for nbytes, number in Counter(costs.microbatch.split_bytes.values()).items()
     )
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+# Search of the fastest layouts: a rough estimate of all, and the planner's for the best of them.
 
 
 # Rough estimates know nothing of uneven units, and are mostly less than this factor off.

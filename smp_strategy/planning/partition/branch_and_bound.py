@@ -4,25 +4,6 @@ A node is a prefix: the first chunks of a partition. The loads of its stages, to
 (dynamic programming over chunks and units), bound the cost of all its completions. The prefix with the smallest bound
 is expanded first, the longer one of two; complete partitions are simulated; prefixes that cannot beat the best
 partition are pruned. When none is left, the best partition is proven optimal.
-
-Lower bounds on step time and memory of a stage, for any schedule; they prune the partition search.
-
-F, B and W are the forward work of a stage, the backward work that other stages wait for, and the weight gradients that
-only the optimizer waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W on the
-stage where backward ends). With m microbatches a stage
-
-* works m (F + B + W);
-* waits at the beginning: for its first input (``head``), and before its first backward for the loss of the first
-  microbatch and the gradient's way from there (``back``). At most ``most`` forwards fill that time;
-* waits at the end: its last forward is followed by the way to the loss and back. At most ``most`` backwards fill that
-  time. Both waits add up if the last forward comes after the first backward, that is for m > ``most``;
-* adds the work that follows its last backward on other stages (``tail``), unless weight gradients could fill that time;
-* holds its parameters, gradients and optimizer state, the bytes that every stage holds, and activations of ``least``
-  microbatches.
-
-Ways through the program are longest paths of the trace, so the bounds hold for programs that branch.
-
-Evaluation of candidate partitions: simulates each once, and keeps the best that fits.
 """
 
 import heapq
@@ -36,6 +17,10 @@ __all__ = ["Search", "Evaluate", "PartitionEvaluator", "rounded"]
 
 Evaluate = Callable[[Mapping[str, int]], Score]
 """Simulation of a step under an assignment of units to stages."""
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+# Evaluation of candidate partitions: simulates each once, and keeps the best that fits.
 
 
 class Candidate(NamedTuple):
@@ -132,6 +117,25 @@ class PartitionEvaluator:
 def rounded(cost: float) -> float:
     """``cost``, which is 1 in the ideal case, rounded to 11 digits, so that the order of additions does not matter."""
     return round(cost, 11)
+
+
+# --- lower bounds ----------------------------------------------------------------------------------------------------
+# Lower bounds on step time and memory of a stage, for any schedule; they prune the partition search.
+#
+# F, B and W are the forward work of a stage, the backward work that other stages wait for, and the weight gradients
+# that only the optimizer waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W on
+# the stage where backward ends). With m microbatches a stage
+#
+# * works m (F + B + W);
+# * waits at the beginning: for its first input (`head`), and before its first backward for the loss of the first
+#   microbatch and the gradient's way from there (`back`). At most `most` forwards fill that time;
+# * waits at the end: its last forward is followed by the way to the loss and back. At most `most` backwards fill that
+#   time. Both waits add up if the last forward comes after the first backward, that is for m > `most`;
+# * adds the work that follows its last backward on other stages (`tail`), unless weight gradients could fill that time;
+# * holds its parameters, gradients and optimizer state, the bytes that every stage holds, and activations of `least`
+#   microbatches.
+#
+# Ways through the program are longest paths of the trace, so the bounds hold for programs that branch.
 
 
 NEVER = float("inf")
@@ -280,6 +284,9 @@ MOST_TIES = 8
 # Most prefixes; together they take about a second. A short search makes fewer of them.
 MOST_PREFIXES = 100_000
 PREFIXES_PER_SIMULATION = 500
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
 
 
 class _Prefix(NamedTuple):

@@ -11,12 +11,6 @@ that units of the stage share counts once. T_ref is the time of a step without a
 first stage under 1F1B if all memory was spread evenly: both are constants of the problem, so J is 1 in the ideal case.
 
 A stage may have a limit of memory; candidates beyond it are infeasible.
-
-Partitioning problem of a trace: order and costs of the units, and the critical paths through them.
-
-A glue operation runs where the newest of its inputs was made. If a unit made it, or an operation that runs with a unit,
-the operation runs with this unit under every partition, and its costs are added to the unit's. Operations on values
-that Python code has read run on all stages and belong to no unit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -276,6 +270,14 @@ class PartitionProblem:
     def everywhere_bytes(self) -> int:
         """Lower bound on the bytes that every stage holds, independent of its units."""
         return sum(self.at_least(held) for held in self.everywhere.values())
+
+
+# --- problem of a trace ----------------------------------------------------------------------------------------------
+# Partitioning problem of a trace: order and costs of the units, and the critical paths through them.
+#
+# A glue operation runs where the newest of its inputs was made. If a unit made it, or an operation that runs with a
+# unit, the operation runs with this unit under every partition, and its costs are added to the unit's. Operations on
+# values that Python code has read run on all stages and belong to no unit.
 
 
 def chain_of(parameter_bytes: Mapping[str, int]) -> tuple[Trace, dict[int, Work]]:

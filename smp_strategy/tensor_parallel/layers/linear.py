@@ -8,11 +8,6 @@ Besides ``nn.Linear``, GPT-2's ``Conv1D`` of Hugging Face is supported: a linear
 
 The result of :class:`VocabParallelHead`, which computes scores for the tokens of a vocabulary, is a split tensor:
 losses exchange two numbers per token, and the scores are gathered only if other code reads them.
-
-Column- and row-parallel convolutions: each rank has some output channels, or some input channels.
-
-They are linear layers whose features are channels. A grouped convolution is split by groups: a rank reads the channels
-of its groups, and computes theirs. Inside a region its input is split like that already, and nothing is sent.
 """
 
 from collections.abc import Sequence
@@ -272,6 +267,14 @@ class VocabParallelHead(ColumnParallelLinear):
         """Scores of all tokens, as a split tensor."""
         (lengths,) = self.cuts["weight"].blocks
         return SplitTensor.from_part(super().forward(x), self.group, -1, lengths)
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+# Column- and row-parallel convolutions: each rank has some output channels, or some input channels.
+#
+# They are linear layers whose features are channels. A grouped convolution is split by groups: a rank reads the
+# channels of its groups, and computes theirs. Inside a region its input is split like that already, and nothing is
+# sent.
 
 
 class ColumnParallelConv(ColumnParallelLayer):

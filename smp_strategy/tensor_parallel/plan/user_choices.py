@@ -9,19 +9,6 @@ in parts. The code in between must work on parts. That is either proven or decla
   while the layers are split, and heads stay together.
 
 Otherwise a layer by columns gathers its output, and one by rows cuts its input: right, but slower.
-
-``set_tensor_parallelism``, ``tensor_parallelism``: the user includes modules in the split, or excludes them.
-
-Both have the names of SageMaker's library::
-
-    smp_strategy.set_tensor_parallelism(model.head, False)     # a module and everything in it now
-
-    with smp_strategy.tensor_parallelism():                    # every module that is created in here
-        self.encoder = Encoder()
-
-A later call overrides an earlier one, so contexts may be nested (the innermost wins) and single layers set after the
-whole model. A module without a setting follows its parent. Without any setting, everything that can be split is; if a
-module outside of a disabled one is enabled, only enabled modules are. Copies of a module keep its setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -216,6 +203,21 @@ def _by_proof(
     for name, how in layers.items():
         if name not in proven and name not in proven.values():
             yield LayerBlock(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})
+
+
+# --- modules to include or exclude -----------------------------------------------------------------------------------
+# `set_tensor_parallelism`, `tensor_parallelism`: the user includes modules in the split, or excludes them.
+#
+# Both have the names of SageMaker's library::
+#
+#     smp_strategy.set_tensor_parallelism(model.head, False)     # a module and everything in it now
+#
+#     with smp_strategy.tensor_parallelism():                    # every module that is created in here
+#         self.encoder = Encoder()
+#
+# A later call overrides an earlier one, so contexts may be nested (the innermost wins) and single layers set after the
+# whole model. A module without a setting follows its parent. Without any setting, everything that can be split is; if a
+# module outside of a disabled one is enabled, only enabled modules are. Copies of a module keep its setting.
 
 
 _ENABLED = ModuleNotes[bool]("_smp_tensor_parallel")
