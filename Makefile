@@ -1,6 +1,6 @@
 # `make train` trains the example, `make test` checks everything (`make test-all` every combination), `make setup` only
-# creates .venv for them. `make test-programs` trains with other libraries, `make docs` builds the site, both in
-# environments of their own.
+# creates .venv for them. In environments of their own: `make test-programs` trains with other libraries, `make docs`
+# builds the site, `make test-pages` opens it and the pages of reports in a browser.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash -o pipefail
 pytest := $(BIN)/python -m pytest -n 3 --dist worksteal tests --ignore tests/programs
 
-.PHONY: help setup train test test-all test-programs lint format options pictures docs
+.PHONY: help setup train test test-all test-programs lint format options pictures docs test-pages
 
 help:
 	@sed -n 1,3p Makefile
@@ -72,6 +72,16 @@ docs: .venv-docs/.installed
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH-$$(git log -1 --format=%ct || echo 0)} NO_MKDOCS_2_WARNING=1 \
 		.venv-docs/bin/mkdocs build --quiet --strict --clean
 	@echo "open site/index.html"
+
+# Opens pages in Chromium, in both themes; screenshots are in `site/screenshots`.
+test-pages: docs setup .venv-docs/.browser
+	mkdir -p site/reports
+	$(BIN)/python docs/sample_reports.py site/reports
+	.venv-docs/bin/python docs/browser.py site
+
+.venv-docs/.browser: .venv-docs/.installed
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "PyQt6-WebEngine>=6.8"
+	@touch $@
 
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 

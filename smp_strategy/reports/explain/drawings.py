@@ -98,7 +98,7 @@ def _legend(y: float, x: float) -> str:
     for kind, opacity in KINDS.items():
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, class_="ink", opacity=opacity))
         parts.append(element("text", kind, x=x + 14, y=y, class_="small"))
-        x += 78
+        x += 22 + 7 * len(kind)  # a letter is less than 7 wide
     return "".join(parts)
 
 

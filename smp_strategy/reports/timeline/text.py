@@ -125,6 +125,8 @@ def _letter(action: Action) -> str:
 def _against(seconds: float, predicted: float) -> str:
     if not predicted:
         return ""
+    if seconds > 2 * predicted:  # a nominal machine was modelled, or a first step measured
+        return f", {seconds / predicted:.3g} times the {show_seconds(predicted)} that were predicted"
     more = "longer" if seconds > predicted else "less"
     return f", {abs(seconds / predicted - 1):.0%} {more} than the {show_seconds(predicted)} that were predicted"
 

@@ -111,6 +111,12 @@ def test_a_stage_without_actions_is_outside_of_the_step_all_the_time():
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
+def test_what_took_several_times_as_long_is_told_as_a_factor():
+    recording = Recording((Span(FORWARD, 0.0, 1.0, 0.0), Span(BACKWARD, 1.0, 312.0, 0.0)), 312.0)
+    lines = str(small(stages=(recording, recording))).splitlines()
+    assert lines[0] == "Training step 7 took 312 s on 2 stages, 520 times the 600 ms that were predicted."
+
+
 def test_the_text_says_what_the_step_took_and_where():
     lines = str(small()).splitlines()
     assert lines[0] == "Training step 7 took 825 ms on 2 stages, 38% longer than the 600 ms that were predicted."
