@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_explain(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_estimate(commands)
     _add_doctor(commands)
     _add_run(commands)
@@ -248,6 +249,17 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the layouts as data")
     parser.add_argument("--hydra", metavar="FILE", help="write the best layout as a configuration of the group smp")
     parser.add_argument("--accelerate", metavar="FILE", help="write the best layout for `accelerate launch`")
+
+
+def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="run one training step of a job, measure its units, and write the partition that fits them",
+        description="The command trains as ever, with its own launcher and options, and ends after its first step.",
+    )
+    parser.add_argument("partition", type=_path, help="file to write, for `partition_file` of the job that trains")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="command", help="that trains, with arguments")
+    parser.set_defaults(run="engine.profiling_run")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

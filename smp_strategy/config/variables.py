@@ -31,7 +31,9 @@ __all__ = [
 ENV_PREFIX: Final = "SMP_"
 ALIASES: Final = {"partitions": "pipeline_parallel_degree", "report": "smp_report"}
 # Environment variables with the prefix that are not options.
-NOT_OPTIONS: Final = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
+NOT_OPTIONS: Final = frozenset(
+    {"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER", "SMP_PROFILE"}
+)
 # Options of a single integration, which reads them itself.
 DOOR_OPTIONS: Final = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 # Variables of SageMaker's library about transfers between its devices.

@@ -32,5 +32,6 @@ It is the one place that knows every part of the package. In reading order:
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
 * ``offline_planning.py``, ``layout_planning.py``: a partition without ranks and without memory; the fastest layouts of
   a cluster.
+* ``profiling_run.py``: ``smp profile``: a run that measures units, writes the partition, and ends.
 * ``doctor.py``: ``smp doctor``: this machine, its transports, and what works here.
 """

@@ -43,6 +43,7 @@ from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.microbatch_notes import told_of_microbatches
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import make_whole_again, parallelize, resume
+from smp_strategy.engine.profiling_run import profiled
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.step_results import EvalStep, TrainStep
@@ -93,6 +94,7 @@ class Engine:
         timeout: timedelta | None = None,
         chose_microbatches: bool = False,
     ) -> None:
+        config = profiled(config)
         self.config, self.timeout = config, timeout
         self.device = chosen(device)
         self._parts = EngineParts(config, self.device, timeout, report)

@@ -25,6 +25,7 @@ from smp_strategy.engine.microbatch_notes import (
     told_of_microbatches,
 )
 from smp_strategy.engine.new_step_kinds import FirstStep
+from smp_strategy.engine.profiling_run import end_if_profiled
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
@@ -214,3 +215,4 @@ def finish(parts: EngineParts) -> None:
         parts.has_described = True
         if parts.config.smp_report != "quiet":
             parts.report(describe_first_step(parts))
+        end_if_profiled()

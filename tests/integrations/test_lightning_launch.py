@@ -4,6 +4,7 @@ Real interpreters run under torchrun, in a sweep, and where the end of an interp
 starts them for the script of the README, ``tests/examples/test_readme.py``); elsewhere they are forked.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -83,6 +84,35 @@ def test_the_strategy_is_found_by_name_and_starts_its_ranks(root, tmp_path):
     assert (first[:2], second[:2]) == ((0, 2), (1, 2))
     assert first[2] == second[2]
     assert output.count("Process mesh: 2 ranks") == 1
+
+
+def test_a_profiling_run_measures_writes_the_partition_and_ends_after_its_first_step(tmp_path):
+    body = """
+        import sys
+        from smp_strategy.cli import main
+        from toy_training import train
+
+        def count(*args):
+            sys.stdout.write("STEP\\n")
+
+        if sys.argv[1] == "profile":
+            sys.exit(main(["profile", "partition.json", "--", sys.executable, __file__, "train"]))
+        train("out", overrides={"on_train_batch_start": count}, strategy="smp_pp2_mb2", devices=2)
+    """
+    code, output, _ = run_forked(tmp_path, body, "profile")
+    assert code == 0, output
+    assert output.count("STEP") == 2  # one on each rank
+    assert output.count("Measured: times and activations of") == 1
+    assert results_in(output) == []
+    assert output.splitlines()[-1].startswith("Train with `load_partition=True, partition_file='partition.json'`")
+    units = json.loads((tmp_path / "partition.json").read_text())["units"]
+    code, output, _ = run_forked(tmp_path, body, "train", SMP_PARTITION_FILE="partition.json", SMP_LOAD_PARTITION="1")
+    assert code == 0, output
+    assert len(results_in(output)) == 2
+    for stage in (0, 1):
+        names = [unit["name"] for unit in units if unit["stage"] == stage]
+        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        assert re.search(rf"^{stage}      {1 - stage}      {re.escape(shown)} ", output, re.MULTILINE), output
 
 
 @pytest.mark.one_in(1)

@@ -129,7 +129,9 @@ def test_an_alias_beside_the_default_of_its_option_counts():
     assert SMPConfig.from_options(partitions=2, pipeline_parallel_degree=None).pipeline_parallel_degree == 2
 
 
-@pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"])
+@pytest.mark.parametrize(
+    "variable", ["SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER", "SMP_PROFILE"]
+)
 def test_variables_of_other_parts_are_left_alone(monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
     assert SMPConfig.from_options() == SMPConfig()
