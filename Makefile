@@ -80,13 +80,15 @@ test-pages: docs setup .venv-docs/.browser
 	.venv-docs/bin/python docs/browser.py site
 
 .venv-docs/.browser: .venv-docs/.installed
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "PyQt6-WebEngine>=6.8"
+	.venv-docs/bin/python -c '$(EXTRA)' browser | xargs \
+		.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 	@touch $@
 
-DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+EXTRA := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"][sys.argv[1]])
 
 .venv-docs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -c '$(DOCS_EXTRA)' | xargs \
+	.venv-docs/bin/python -c '$(EXTRA)' docs | xargs \
 		.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 	@touch $@

@@ -57,7 +57,7 @@ def test_the_groups_for_any_application_are_package_data():
 EXTRAS_OF = {
     "smp_strategy": ("accelerate",),
     "examples": ("examples",),
-    "docs": ("docs", "examples"),
+    "docs": ("docs", "browser", "examples"),
     "benchmarks": ("accelerate", "examples", "dev"),
     "tests": ("accelerate", "examples", "dev"),
     "tests/programs": ("accelerate", "examples", "dev", "programs"),
