@@ -34,8 +34,9 @@ Each row is an unchanged tiny random model of Transformers {version} with the st
 remark. `python -m benchmarks.architectures` runs one optimizer step on {stages} stages with two microbatches, compares
 every gradient and weight with a single process, and writes this page (tests: `tests/parity/huggingface`).
 
-*Units* are the numbers of units of each stage. *Difference* is relative to the largest element of the tensor that differs
-most. It is zero, except if weights are tied across stages or a unit runs more than once: then sums have another order.
+*Units* are the numbers of units of each stage. *Difference* is relative to the largest element of the tensor that
+differs most. It is zero, except if weights are tied across stages or a unit runs more than once: then sums have another
+order.
 
 | family | model | units | difference | remark |
 |---|---|---|---|---|
