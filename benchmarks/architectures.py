@@ -28,15 +28,15 @@ __all__ = ["main"]
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 INTRODUCTION = """# Hugging Face architectures
 
-Written by `python -m benchmarks.architectures`; run by `tests/parity/huggingface`.
-
-Each row is an unchanged tiny random model of Transformers {version}. One optimizer step on {stages} stages, with two
-microbatches, is compared with the same step of a single process: every gradient and every weight. *Units* are the
-numbers of units of each stage. *Difference* is relative to the largest element of the tensor that differs most; it is
-zero except if weights are tied across stages or a unit runs more than once, because then the order of summation
-differs. Every row needs only the step `model(**batch).loss`, apart from its remark.
-
 {score}
+
+Each row is an unchanged tiny random model of Transformers {version} with the step `model(**batch).loss`, apart from its
+remark. `python -m benchmarks.architectures` runs one optimizer step on {stages} stages with two microbatches, compares
+every gradient and weight with a single process, and writes this page (tests: `tests/parity/huggingface`).
+
+*Units* are the numbers of units of each stage. *Difference* is relative to the largest element of the tensor that
+differs most. It is zero, except if weights are tied across stages or a unit runs more than once: then sums have another
+order.
 
 | family | model | units | difference | remark |
 |---|---|---|---|---|
