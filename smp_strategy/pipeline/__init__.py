@@ -70,7 +70,6 @@ switches             Plain values in shared objects.
 torch_switches       ``requires_grad`` and process-wide settings of PyTorch.
 writes               Detection of writes to attributes and buffers.
 carried_objects      Objects that units change and get again: stages compare their calls.
-microbatch_order     Order of microbatches that carry state; gates.
 rehearsal            Dry run that compares orders of turns.
 ==================== ==========================================================================================
 

@@ -42,7 +42,7 @@ class Rehearsal:
     """Dry run of microbatches that take turns as on a given stage.
 
     Args:
-        stage: stage whose receives pause the microbatches; -1: they never pause.
+        stage: stage whose receives pause the microbatches; ``None``: they never pause.
         truth: made-up value of the first truth values.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rehearsal:
         pause: called with the number of a microbatch that has to wait.
     """
 
-    def __init__(self, stage: int, *, truth: bool) -> None:
+    def __init__(self, stage: int | None, *, truth: bool) -> None:
         self.noted: dict[tuple[int, int, int, tuple[int, ...]], Any] = {}
         self.pause: Callable[[int], None] = lambda microbatch: None
         self._stage = stage

@@ -127,7 +127,8 @@ class Runtime:
                 if has_backward:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
-                early, tail = begun_early(actions), tail_of(actions)
+                early = [()] * len(actions) if job.carries_state else begun_early(actions)
+                tail = tail_of(actions)
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
