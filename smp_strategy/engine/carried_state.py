@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.pipeline.isolation import Place
 from smp_strategy.pipeline.job import Job, Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import rehearse
-from smp_strategy.pipeline.switches import SwitchPlace
 
 __all__ = ["Rehearsals"]
 
@@ -41,8 +41,8 @@ class _RehearsalOutcome(NamedTuple):
     """Values that calls got; see :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
     state: Mapping[Any, Any]
     """Values of all places in the end."""
-    left: Sequence[SwitchPlace]
-    """Places that have changed, with their keys."""
+    left: Sequence[Place]
+    """Places that have changed."""
     statistics: Sequence[str]
     """Norms that one call of their unit updates, and another uses as they are then."""
 
@@ -87,7 +87,7 @@ class Rehearsals:
             # The step is the user's code, and the values that it reads are made up: it may raise anything.
             try:
                 ordered = self._rehearse(truth)
-                self.inputs.calls.switches.rehearse(ordered.left)
+                self.inputs.calls.known_places.rehearsed.update(ordered.left)
                 if written := (*self._written_weights(), *ordered.statistics):
                     # They are not private to a microbatch: each must find those of the one before it.
                     return written
@@ -143,12 +143,12 @@ class Rehearsals:
         before, runtime = calls.runtime, Runtime(dry, private, called=called)
         calls.runtime = runtime
         try:
-            with undone(self.step, inputs, computes=False), calls.switches.learning_nothing():
+            with undone(self.step, inputs, computes=False), calls.known_places.unchanged():
                 private.begin(self.step)
                 found = private.found()
                 rehearse(runtime, Job(step=self.step, seed=0), microbatches)
                 state = private.found()
-                left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
+                left = [place for place, value in state.items() if found.get(place) != value]
                 statistics = [name for name, seen in modes.items() if len(seen) > 1]
                 return _RehearsalOutcome(rehearsal.noted, state, left, statistics)
         finally:

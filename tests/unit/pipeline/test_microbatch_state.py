@@ -6,7 +6,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from smp_strategy.pipeline.microbatch_state import MOST_ENTRIES, MicrobatchState
+from smp_strategy.model.trace.places import MOST_ENTRIES
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 
 
 class Glue(nn.Module):
@@ -51,7 +52,7 @@ def test_items_keep_their_places_among_what_is_shared():
     state.begin()
     turn(state, 0, lambda: glue.mixed.extend([a, 2, b]))
     turn(state, 1, lambda: glue.mixed.append(c))
-    assert glue.mixed == [1, 2]
+    assert glue.mixed == [1]
     turn(state, 0, lambda: [item is other or 1 / 0 for item, other in zip(glue.mixed, [1, a, 2, b], strict=True)])
     state.end()
     assert [item for item in glue.mixed if isinstance(item, int)] == [1, 2]
