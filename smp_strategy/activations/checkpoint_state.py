@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.side_effects import additions, contents_of_objects
+from smp_strategy.model.trace.side_effects import additions, containers_of_objects
 from smp_strategy.model.trace.snapshot import Snapshot, containers_in, contents_of, replaced
 
 __all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now"]
@@ -58,8 +58,8 @@ class ModuleSnapshot:
         self._tensors: dict[int, _Copied] = {}
         self._state = Snapshot()
         self._weights: list[tuple[Tensor, int, bool]] = []
-        for container, contents in contents_of_objects(leaves):
-            self._state.add(container, contents)
+        for container in containers_of_objects(leaves):
+            self._state.add(container)
         for part in module.modules():
             self._add_part(vars(part))
 

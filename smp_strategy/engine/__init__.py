@@ -15,7 +15,7 @@ It is the one place that knows every part of the package. In reading order:
   restoring; the making of its shards.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
 * ``new_step_kinds.py``, ``carried_state.py``: the first step of each kind: the tensors that it uses, reasons to refuse
-  it, and state that its microbatches pass on.
+  it, and state that its microbatches hand on.
 * ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward

@@ -3,7 +3,8 @@
 Examples are a running sum, a mean, or a count that sets a factor. Before the first step of each kind some microbatches
 run dry: first one after the other, as in a single process, and then, for each stage, in turns that are as short as the
 stage's messages allow. If calls get other values, or places hold other values in the end, microbatches depend on each
-other, and the step runs under a :class:`~smp_strategy.pipeline.microbatch_order.TurnRule`.
+other. Such a step runs as in a single process: each microbatch to its end, its backward included, before the next
+begins.
 
 Nearly all steps leave tensors only, and are rehearsed once.
 """
@@ -16,24 +17,19 @@ from typing import Any, NamedTuple, final
 from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.engine.dry_run import DryRunInput, undone
-from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.pipeline.isolation import Place
 from smp_strategy.pipeline.job import Job, Step
-from smp_strategy.pipeline.microbatch_order import TurnRule, gate_position
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
-from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import rehearse
-from smp_strategy.pipeline.switches import SwitchPlace
 
 __all__ = ["Rehearsals"]
 
 # Enough for steps that read the state of several earlier microbatches.
 _MOST_MICROBATCHES = 4
-# Number of no stage: nothing waits for a message in such a rehearsal.
-_NO_STAGE = -1
 # Names of no interest to the user: of the mapping that holds a module's buffers, and of containers without a name.
 _UNNAMED = frozenset({"_buffers", "list", "set", "deque"})
 
@@ -43,14 +39,24 @@ class _RehearsalOutcome(NamedTuple):
 
     noted: Mapping[tuple[int, int, int, tuple[int, ...]], Any]
     """Values that calls got; see :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
-    events: list[tuple[Event, Placement]]
-    """Events of the last microbatch, with their placement."""
-    state: Mapping[SwitchPlace, Any]
+    state: Mapping[Any, Any]
     """Values of all places in the end."""
-    left: Sequence[SwitchPlace]
-    """Places that have changed, with their keys."""
+    left: Sequence[Place]
+    """Places that have changed."""
     statistics: Sequence[str]
     """Norms that one call of their unit updates, and another uses as they are then."""
+
+    def seen(self, stage: int | None) -> dict[object, Any]:
+        """The values that matter on ``stage``; ``None``: on any."""
+        # Names of events (argument number -1) count on all stages: each runs the whole program.
+        noted = self.noted.items()
+        here = {key: value for key, value in noted if stage is None or stage in key[3] or key[2] < 0}
+        return {**here, **self.state}
+
+    def differences(self, other: "_RehearsalOutcome", stage: int | None = None) -> set[object]:
+        """Keys of values that matter on ``stage`` and differ from those of ``other``."""
+        mine, theirs, missing = self.seen(stage), other.seen(stage), object()
+        return {key for key in {*mine, *theirs} if mine.get(key, missing) != theirs.get(key, missing)}
 
 
 @final
@@ -71,61 +77,47 @@ class Rehearsals:
     private_state: Callable[[], MicrobatchState]
     """Makes the state that keeps microbatches apart."""
 
-    def turn_rule(self) -> TurnRule | None:
-        """Rule for the step; ``None``: microbatches are independent, or the step cannot run without values."""
+    def carried(self) -> tuple[str, ...] | None:
+        """Names of the places whose state microbatches hand on.
+
+        ``None``: microbatches are independent, or the step cannot run without values.
+        """
         # Values that a step reads are made up, and it may run to its end under one truth value only.
         for truth in (False, True):
             # The step is the user's code, and the values that it reads are made up: it may raise anything.
             try:
-                ordered = self._rehearse(truth, in_order=True)
-                self.inputs.calls.switches.rehearse(ordered.left)
+                ordered = self._rehearse(truth)
+                self.inputs.calls.known_places.rehearsed.update(ordered.left)
                 if written := (*self._written_weights(), *ordered.statistics):
                     # They are not private to a microbatch: each must find those of the one before it.
-                    return TurnRule(None, Trace([event for event, _ in ordered.events]).names, written)
-                return self._rule(truth, ordered) if ordered.left else None
+                    return written
+                return self._carried(truth, ordered) if ordered.left else None
             except EndlessError:
                 return None
             except Exception:
                 continue
         return None
 
+    def _carried(self, truth: bool, ordered: _RehearsalOutcome) -> tuple[str, ...] | None:
+        different = set[object]()
+        try:
+            for stage in range(self.num_stages):
+                different |= ordered.differences(self._rehearse(truth, stage), stage)
+        except (Exception, EndlessError):  # in order it did not fail
+            different |= ordered.seen(None).keys()
+        # A second rehearsal in order excludes values that always differ: times, and random numbers from elsewhere.
+        if not different or not different - ordered.differences(self._rehearse(truth)):
+            return None
+        names = dict.fromkeys(place.name for place in ordered.left if isinstance(place.name, str))
+        return tuple(name for name in names if name not in _UNNAMED)
+
     def _written_weights(self) -> tuple[str, ...]:
         """Names of the weights that code above the units has written to in the last rehearsal."""
         written = self.inputs.calls.written_lately
         return tuple(name for name, parameter in self.inputs.module.named_parameters() if id(parameter) in written)
 
-    def _rule(self, truth: bool, ordered: _RehearsalOutcome) -> TurnRule | None:
-        different = self._differences(truth, ordered, None)
-        if different:
-            # A second rehearsal in order excludes values that always differ: times, and random numbers from elsewhere.
-            different -= _difference(ordered, self._rehearse(truth, in_order=True))
-        if not different:
-            return None
-        names = dict.fromkeys(place.name for place in ordered.left if isinstance(place.name, str))
-        # Overlap up to the gate is allowed if it causes none of the differences.
-        gate = gate_position(ordered.events)
-        is_enough = gate is not None and not self._differences(truth, ordered, gate) & different
-        return TurnRule(
-            gate if is_enough else None,
-            Trace([event for event, _ in ordered.events]).names,
-            tuple(name for name in names if name not in _UNNAMED),
-        )
-
-    def _differences(self, truth: bool, ordered: _RehearsalOutcome, gate: int | None) -> set[Any]:
-        """Keys of values that differ from ``ordered`` on any stage, if microbatches take turns up to ``gate``."""
-        found = set[Any]()
-        for stage in range(self.num_stages):
-            try:
-                other = self._rehearse(truth, stage, gate=gate)
-            except (Exception, EndlessError):  # in order it did not fail
-                return {*ordered.noted, *ordered.state}
-            found |= _difference(ordered, other, stage)
-        return found
-
-    def _rehearse(
-        self, truth: bool, stage: int = _NO_STAGE, *, in_order: bool = False, gate: int | None = None
-    ) -> _RehearsalOutcome:
-        """Rehearse once, by :func:`smp_strategy.pipeline.surveys.rehearse`."""
+    def _rehearse(self, truth: bool, stage: int | None = None) -> _RehearsalOutcome:
+        """Rehearse once, in the turns of ``stage``; ``None``: one microbatch after the other."""
         inputs, calls = self.inputs, self.inputs.calls
         rehearsal, private = Rehearsal(stage, truth=truth), self.private_state()
         dry = Stage(
@@ -151,28 +143,14 @@ class Rehearsals:
         before, runtime = calls.runtime, Runtime(dry, private, called=called)
         calls.runtime = runtime
         try:
-            with undone(self.step, inputs, computes=False), calls.switches.learning_nothing():
+            with undone(self.step, inputs, computes=False), calls.known_places.unchanged():
                 private.begin(self.step)
                 found = private.found()
-                events = rehearse(runtime, Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
+                rehearse(runtime, Job(step=self.step, seed=0), microbatches)
                 state = private.found()
-                left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
+                left = [place for place, value in state.items() if found.get(place) != value]
                 statistics = [name for name, seen in modes.items() if len(seen) > 1]
-                return _RehearsalOutcome(rehearsal.noted, events, state, left, statistics)
+                return _RehearsalOutcome(rehearsal.noted, state, left, statistics)
         finally:
             runtime.close()
             calls.runtime = before
-
-
-def _difference(one: _RehearsalOutcome, other: _RehearsalOutcome, stage: int | None = None) -> set[Any]:
-    """Keys of values that differ; of those that calls got, only the ones on ``stage`` (``None``: on all stages)."""
-
-    def seen(outcome: _RehearsalOutcome) -> dict[Any, Any]:
-        noted = outcome.noted.items()
-        # Names of events (argument number -1) count on all stages: each runs the whole program.
-        here = {key: value for key, value in noted if stage is None or stage in key[3] or key[2] < 0}
-        return {**here, **outcome.state}
-
-    mine, theirs = seen(one), seen(other)
-    missing = object()
-    return {key for key in mine | theirs if mine.get(key, missing) != theirs.get(key, missing)}

@@ -23,6 +23,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.ownership import home_of
 from smp_strategy.model.rng import seeded
 from smp_strategy.model.trace.events import Trace
+from smp_strategy.model.trace.places import reached_by_hooks
 from smp_strategy.model.trace.prediction import Callee, ValueNeededError
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.side_effects import collectors
@@ -33,7 +34,7 @@ from smp_strategy.pipeline.batch_record import BatchRecord
 from smp_strategy.pipeline.glue_parameters import GlueUses
 from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.kept_tensors import refuse_kept
-from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.sample_watch import SampleWatch
 from smp_strategy.pipeline.stage import Stage
@@ -192,13 +193,13 @@ def _survey(
     uses = GlueUses(units, lambda: runtime.current.running_unit, exposed, inputs.lacking)
     log = CallLog(device.type)
     inputs.shape_inference.memoized.look()
-    private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], switches=calls.switches)
+    private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], known=calls.known_places)
 
     def called(_: int, callee: Callee, args: Any, kwargs: Any) -> None:
         log.note(callee, args, kwargs)
         private.look()
 
-    runtime = calls.runtime = Runtime(stage, told=uses.note, called=called, written=private.touch)
+    runtime = calls.runtime = Runtime(stage, private, told=uses.note, called=called)
     try:
         while True:
             exposed.next_round()

@@ -168,7 +168,7 @@ class EngineParts:
     def private_state(self, glue: Sequence[nn.Module]) -> MicrobatchState:
         """State that keeps microbatches apart, in the modules :meth:`glue` and where hooks write to units."""
         units = [unit.module for unit in self.layout.units]
-        return MicrobatchState(glue, units, lambda: self.calls.exposed_parts, self.calls.switches)
+        return MicrobatchState(glue, units, lambda: self.calls.exposed_parts, self.calls.known_places)
 
     def reduce_gradients(self) -> None:
         """Sum up over stages, and average over replicas, gradients added since the last time. Collective."""

@@ -186,7 +186,7 @@ def refuse_rewritten(parts: EngineParts) -> None:
 
 
 def rehearse(parts: EngineParts, first: FirstStep) -> None:
-    """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
+    """Find out whether microbatches of a new kind of step hand state on. Collective over the replica's ranks.
 
     Args:
         parts: Parts of the engine, whose module is partitioned.
@@ -199,20 +199,17 @@ def rehearse(parts: EngineParts, first: FirstStep) -> None:
     if parts.config.skip_tracing or inputs.num_microbatches == 1 or kind == "manual":
         return
     glue = parts.glue()
-    rule = Rehearsals(
+    names = Rehearsals(
         step=first.step,
         microbatch=first.microbatches[0],
         inputs=inputs,
         stage_of=partition.stage_of,
         num_stages=parts.mesh.pp,
         private_state=lambda: parts.private_state(glue),
-    ).turn_rule()
-    rules = collectives.gather_objects(rule, "how far microbatches may take turns", parts.mesh.replica_group)
-    found = [each for each in rules if each is not None]
-    if not found:
-        return
-    # Stages under different rules would deadlock. Without a gate, microbatches run one after the other.
-    rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
-    parts.layout.plans.turn_rules[kind] = rule
-    if rule.gate is None:
-        parts.report(render_order(kind, rule.names))
+    ).carried()
+    # Stages in different orders would deadlock.
+    all_names = collectives.gather_objects(names, "whether microbatches hand state on", parts.mesh.replica_group)
+    found = next((each for each in all_names if each is not None), None)
+    if found is not None:
+        parts.layout.plans.carried[kind] = found
+        parts.report(render_order(kind, found))

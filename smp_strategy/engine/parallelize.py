@@ -44,8 +44,8 @@ from smp_strategy.errors import SMPError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
+from smp_strategy.model.trace.places import reached_by_hooks
 from smp_strategy.pipeline.glue_parameters import NewUseError
-from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
 from smp_strategy.pipeline.repeated_uses import widening_backward
 from smp_strategy.pipeline.runtime import Runtime

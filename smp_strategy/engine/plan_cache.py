@@ -5,7 +5,6 @@ from typing import NamedTuple, final, get_args
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.pipeline.microbatch_order import TurnRule
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
@@ -36,8 +35,6 @@ class StepOrder(NamedTuple):
 
     plan: Plan | None = None
     """Plan; ``None``: program order, because no path is known yet or microbatches depend on each other."""
-    gate: int | None = None
-    """Number of events after which a microbatch waits until earlier ones have ended; ``None``: it does not wait."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for."""
 
@@ -55,7 +52,7 @@ class PlanCache:
             but their order must be the same.
 
     Attributes:
-        turn_rules: Rules for kinds of steps in which microbatches depend on each other.
+        carried: Kinds of steps whose microbatches hand state on, which run one after the other, and names of the state.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class PlanCache:
         self._report = report
         self._agree = agree
         self._is_reported = False
-        self.turn_rules: dict[str, TurnRule] = {}
+        self.carried: dict[str, tuple[str, ...]] = {}
         # The latest trace of each kind of step.
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -84,18 +81,13 @@ class PlanCache:
             kind: Kind of step; steps of the same kind probably take the same path.
             num_microbatches: Number of microbatches in its batch.
         """
-        plan, rule = self.of(kind, num_microbatches), self.turn_rules.get(kind)
+        plan = None if kind in self.carried else self.of(kind, num_microbatches)
         if plan is None:
             return StepOrder()
-        gate = None
-        if rule is not None:
-            if rule.gate is None or rule.path != self._traces[kind].names:
-                return StepOrder()
-            gate = rule.gate
         if kind == "train" and not self._is_reported and len(plan.stages) > 1:
             self._report(timetable(plan))
             self._is_reported = True
-        return StepOrder(plan, gate, self._traces[kind].path)
+        return StepOrder(plan, self._traces[kind].path)
 
     def learn(self, kind: str, trace: Trace) -> None:
         """Record that a step of ``kind`` took the path of ``trace``: the next one is planned for it."""
@@ -126,7 +118,7 @@ class PlanCache:
         ``None``: no path is known, or microbatches do not take turns.
         """
         trace, partition = self._traces.get("train"), self._partition
-        if trace is None or "train" in self.turn_rules:
+        if trace is None or "train" in self.carried:
             return None
         policy = policy_of(partition)
         if schedule is not None:

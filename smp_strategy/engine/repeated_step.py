@@ -14,8 +14,8 @@ import torch
 
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.model.ownership import home_of
+from smp_strategy.model.trace.places import variables_of
 from smp_strategy.model.trace.snapshot import Snapshot
-from smp_strategy.model.trace.undo_variables import variables_of
 from smp_strategy.pipeline.job import Step
 
 __all__ = ["StateBefore"]
@@ -41,8 +41,7 @@ class StateBefore:
         self._attributes = Snapshot(
             modules=modules, objects=[held for part in modules for held in vars(part).values()], tensors_of=modules
         )
-        variables = variables_of(modules, step)
-        self._variables = Snapshot(objects=variables.values(), containers=[*variables.holders(), *variables.written()])
+        self._variables = variables_of(modules, step).snapshot()
 
     def restore(self) -> None:
         """Give the module this state."""

@@ -193,8 +193,7 @@ def run_step(parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any
     runtime, plans = parts.calls.runtime, parts.layout.plans
     assert runtime is not None
     order = plans.order_of(kind, len(microbatches))
-    if order.plan is not None:
-        job = replace(job, gate=order.gate, expected=order.expected)
+    job = replace(job, expected=order.expected, carries_state=kind in plans.carried)
     run, recording = runtime.run(job, microbatches, order.plan)
     if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
         plans.learn(kind, run.trace)

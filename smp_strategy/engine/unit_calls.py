@@ -24,6 +24,7 @@ from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.isolation import KnownPlaces
 from smp_strategy.pipeline.module_hooks import (
     hide_backward_hooks,
     hide_weight_hooks,
@@ -32,7 +33,6 @@ from smp_strategy.pipeline.module_hooks import (
     with_weight_hooks,
 )
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.user_collectives import WatchedCollectives
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
@@ -49,7 +49,7 @@ class UnitCalls:
     Attributes:
         runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
         exposed: Exposed attributes of units, and their uses.
-        switches: Plain values that steps change, as far as known.
+        known_places: Knowledge about places that steps write to.
         mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
         written_weights: Parameters that code above the units writes to in steps, as far as known.
@@ -61,7 +61,7 @@ class UnitCalls:
     def __init__(self, mixed_precision: MixedPrecision | None = None) -> None:
         self.runtime: Runtime | None = None
         self.exposed = ExposedAttributes()
-        self.switches = Switches()
+        self.known_places = KnownPlaces()
         self.mixed_precision = mixed_precision
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False

@@ -65,13 +65,12 @@ inner_gradients      ``torch.autograd.grad`` in the glue.
 Isolation of interleaved microbatches:
 
 ==================== ==========================================================================================
-microbatch_state     Tensors in shared objects, swapped per turn; [Note: private state].
-switches             Plain values in shared objects.
+microbatch_state     Values in shared objects, swapped per turn.
+isolation            What these values contain, and which microbatches find them; [Note: isolation].
 torch_switches       ``requires_grad`` and process-wide settings of PyTorch.
 writes               Detection of writes to attributes and buffers.
 carried_objects      Objects that units change and get again: stages compare their calls.
-microbatch_order     Order of microbatches that carry state; gates.
-rehearsal            Dry run that compares orders of turns.
+rehearsal            Dry run of several microbatches, which shows whether they hand state on.
 ==================== ==========================================================================================
 
 Random numbers:

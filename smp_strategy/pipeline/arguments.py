@@ -9,7 +9,8 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes, left_behind
 from smp_strategy.model.trace.fake_call import is_left_behind
-from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
+from smp_strategy.model.trace.side_effects import containers_of_objects
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_changes
 from smp_strategy.pipeline.kept_tensors import AdoptedTensors
@@ -39,7 +40,7 @@ class CallArguments:
         self._exposed = exposed
         self._adopted = AdoptedTensors()
         # Containers lent to dry units, with their contents before.
-        self._lent: list[tuple[Any, Any]] = []
+        self._lent: list[Snapshot] = []
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
 
     def open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
@@ -74,12 +75,13 @@ class CallArguments:
 
     def lend(self, given: list[Any]) -> None:
         """Remember containers in objects of the user: a dry unit on fake tensors may fill them (a cache, say)."""
-        self._lent += contents_of_objects(given)
+        self._lent.append(Snapshot(containers=containers_of_objects(given)))
 
     def clear(self) -> None:
         """Release adopted tensors, and empty lent containers again, at the end of the program."""
         self._adopted.clear()
-        put_back(self._lent[::-1])
+        for contents in reversed(self._lent):
+            contents.restore()
         self._lent.clear()
 
     def _spec_of(self, tensor: Tensor) -> TensorSpec:

@@ -41,7 +41,6 @@ from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.loss_weights import ProgramTerms
-from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
@@ -68,7 +67,6 @@ class MicrobatchInterpreter:
         generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
         pause: hands control to the scheduler, with the receives that the program waits for.
         expected: signatures of the events that the plan was made for; ``None`` without a plan.
-        gate: gate at which it waits for earlier microbatches, if any.
         current: holder of the running program, which takes over operations on tensors of ended programs.
 
     Attributes:
@@ -86,7 +84,6 @@ class MicrobatchInterpreter:
         generators: GlobalGenerators | None = None,
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
-        gate: Gate | None = None,
         current: CurrentProgram | None = None,
     ) -> None:
         self.microbatch = microbatch
@@ -100,7 +97,7 @@ class MicrobatchInterpreter:
         # The running autograd Function of the glue.
         self.function = ""
         self.asked: ActivationPolicy | None = None
-        self._gate, self._current = gate, current or CurrentProgram()
+        self._current = current or CurrentProgram()
         self.terms: ProgramTerms | SampleWatch | None = None
         self._stage, self._shape_inference = stage.number, stage.shape_inference
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
@@ -157,8 +154,6 @@ class MicrobatchInterpreter:
             result = apply_changes(result, (args, kwargs))
         if callee.exposed:
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
-        if self._gate is not None:
-            self._gate.reach(len(self.program_trace.events))
         return result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,10 +165,7 @@ class MicrobatchInterpreter:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
         refuse_hidden(name, self)
-        result = self._call("op", name, Callee(function, function), args, kwargs)
-        if self._gate is not None:
-            self._gate.reach(len(self.program_trace.events))
-        return result
+        return self._call("op", name, Callee(function, function), args, kwargs)
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Give values to Python code: every stage receives them and computes ``function`` from them."""
@@ -194,10 +186,7 @@ class MicrobatchInterpreter:
         )
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
-        result = function(*args, **kwargs)
-        if self._gate is not None:
-            self._gate.reach(len(self.program_trace.events))
-        return result
+        return function(*args, **kwargs)
 
     def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Call ``hook`` with the gradient of ``tensor`` on the stage that made it."""

@@ -38,8 +38,8 @@ class Job:
     """Weights of the terms of the losses; ``None``: they have none."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` without a plan."""
-    gate: int | None = None
-    """Number of events after which a microbatch waits for the earlier ones to end; ``None``: no gate."""
+    carries_state: bool = False
+    """Whether each microbatch begins with what the one before it has left: they run one after the other."""
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context entered from the last backward action of the plan on: gradients to which it adds nothing are final."""
 

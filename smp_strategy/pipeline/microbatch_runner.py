@@ -16,7 +16,6 @@ from smp_strategy.pipeline.coroutine import Coroutine, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, StepRun, trace_of
-from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.schedule import Action
@@ -45,7 +44,7 @@ class MicrobatchRunner:
         programs: interpreters of the microbatches.
         coroutines: their code.
         backwards: backwards of the microbatches that have run forward and have a loss, by number.
-        waiting: receives that a paused microbatch waits for; empty: it waits for its turn.
+        waiting: receives that a paused microbatch waits for; empty: it has begun early.
         stopped: barriers at which microbatches wait.
         has_left_plan: whether a microbatch is known to depart from the path of the plan.
     """
@@ -67,8 +66,6 @@ class MicrobatchRunner:
         self._current = current
         self.private = private
         self.waiting: dict[int, Sequence[Receipt]] = {}
-        # Microbatches that have reached the gate.
-        self._at_gate = set[int]()
         # The microbatch that has begun before its first action, if any, and whether beginning early is worthwhile.
         self._begun_early: int | None = None
         self._receives_first = True
@@ -88,12 +85,6 @@ class MicrobatchRunner:
                 self.waiting[number] = receipts
                 coroutine.pause()
 
-        def wait_at_gate() -> None:
-            self._at_gate.add(number)
-            if self.is_held(number):
-                self.waiting[number] = []
-                coroutine.pause()
-
         job = self.job
         program = MicrobatchInterpreter(
             self.stage,
@@ -101,7 +92,6 @@ class MicrobatchRunner:
             seed=seed,
             pause=pause,
             expected=job.expected,
-            gate=None if job.gate is None or number == 0 else Gate(job.gate, wait_at_gate),
             current=self._current,
         )
         terms = program.terms = None if job.loss_weights is None else job.loss_weights.program(number)
@@ -110,10 +100,6 @@ class MicrobatchRunner:
             lambda: up_to_date(step(microbatch)), self._threads, seed=seed, streams=self.stage.streams
         )
         return program, coroutine
-
-    def is_held(self, number: int) -> bool:
-        """Whether a microbatch is at the gate while an earlier one has not ended."""
-        return number in self._at_gate and not all(each.finished for each in self.coroutines[:number])
 
     def do(self, action: Action) -> None:
         """Carry out one action."""
@@ -237,14 +223,6 @@ class MicrobatchRunner:
             # Off the plan no blocking wait is safe: the sender may need another microbatch of this stage first.
             if self.waiting.get(number) and self.has_left_plan:
                 return
-            if self.is_held(number):
-                # The segment asked for has run up to the gate. The plan has the earlier microbatches next, and asks
-                # for the rest of this one later.
-                if self.has_left_plan or program.graph.current == segment:
-                    return
-                # A later segment is wanted now, so nothing else will run the earlier microbatches before it.
-                for earlier in range(number):
-                    self.forward(earlier, ALL_SEGMENTS)
             # Before the turn, so that the turn itself never blocks.
             for receipt in self.waiting.get(number, ()):
                 receipt.wait()

@@ -1,23 +1,20 @@
-"""Per-microbatch state: the tensors that a microbatch leaves in shared objects, swapped out while others run.
+"""Per-microbatch state: what a microbatch writes to shared objects, swapped out while others run.
 
 The user's code is written for one pass at a time: ``self.features = h`` in ``forward``, a hook that fills a dict or a
-list, a loss that reads it at the end. Interleaved microbatches would find each other's tensors there. So each turn ends
-with taking the microbatch's tensors out and begins with putting them back ([Note: private state] below). The places are
+list, adapters that are switched off for a reference and on again. Microbatches that take turns would find each other's
+values there. In a single process a microbatch finds the final values of those before it, and then its own. So each turn
+ends with taking the microbatch's values out and begins with putting them back ([Note: isolation] below). The places are
 attributes of the glue; dicts, lists, sets and objects in these attributes and in context variables; variables and
-arguments of hooks. After the step all tensors are back, as if one microbatch had run after the other: a list has the
-items that each has appended, an attribute the value that the last one wrote.
+arguments of hooks; variables of the user's code; attributes of modules inside of units that code above them sets;
+``requires_grad``, and settings of PyTorch. After the step all values are back, as if one microbatch had run after the
+other: a list has the items that each has appended, an attribute the value that the last one wrote.
 
-A running sum of *placed* tensors would tie microbatches together: it is refused, by a dry run of two microbatches
-(:mod:`smp_strategy.engine.dry_run`) or when a microbatch finds a tensor of another.
-
-Plain values in these places, in attributes of modules inside of units, and in variables of the user's code are switches
-or state: :mod:`smp_strategy.pipeline.switches` keeps them apart.
+A step whose microbatches would find something else than in a single process is found by a rehearsal
+(:mod:`smp_strategy.engine.carried_state`), and runs its microbatches one after the other.
 """
 
-import functools
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Number
 from operator import is_
@@ -25,50 +22,41 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.side_effects import collectors
-from smp_strategy.model.trace.snapshot import delete_item, refill, set_item, set_items, stored
-from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
-from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.model.trace.places import Variables, places_of_step, variables_of
+from smp_strategy.model.trace.snapshot import delete_item, set_items, stored
+from smp_strategy.pipeline.isolation import (
+    MISSING,
+    Content,
+    Contents,
+    Items,
+    KnownPlaces,
+    Place,
+    Sight,
+    Write,
+    content_of,
+    is_identical,
+    is_number,
+    is_same,
+    late_state,
+    late_switch,
+    merged,
+)
 from smp_strategy.pipeline.rehearsal import frozen
-from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
-from smp_strategy.pipeline.torch_switches import Frozen, TorchSettings
+from smp_strategy.pipeline.torch_switches import TorchSwitches
 from smp_strategy.pipeline.writes import BufferWrites
 
-__all__ = ["MicrobatchState", "reached_by_hooks"]
-
-# Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
-MOST_ENTRIES = 1000
-# Levels of nested containers that are searched, counted from an attribute.
-MOST_LEVELS = 2
-
-_CONTAINERS = (dict, list, set, deque)
-# Attributes of every module that hold no values of a step.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-# [Note: private state]
-# At the end of a turn each place with a value that the microbatch has changed is sorted by what it holds (`_kind`):
-#
-#     found there first   written now         at the end of the turn
-#     tensor or number    real tensor         shared: running statistics, which all microbatches update in turn
-#     tensor or number    placed tensor       own, and left there: a sum over microbatches, refused when it is used
-#     anything else       real tensor         own, and left there too: a mask or cache that others may use
-#     anything else       placed tensor       own, and taken out: another microbatch must not see it
-#     anything            no tensor           left there; `switches.py` decides
-#
-# "Found there first" is decided once per place and lasts for all steps, because after one write a running mean and a
-# feature map look alike.
+__all__ = ["MicrobatchState"]
 
 
 @final
 class MicrobatchState:
-    """Private state of the microbatches of each step. One object lasts for all steps.
+    """State of the microbatches of each step. One object lasts for all steps.
 
     Args:
         glue: modules above the units.
         units: units; their own attributes count only if hooks may set them.
         exposed: returns the modules inside of units whose attributes code above the units reads.
-        switches: knowledge about places with plain values, from surveys.
+        known: knowledge about places.
     """
 
     def __init__(
@@ -76,24 +64,34 @@ class MicrobatchState:
         glue: Sequence[nn.Module],
         units: Sequence[nn.Module],
         exposed: Callable[[], Sequence[nn.Module]] = lambda: (),
-        switches: Switches | None = None,
+        known: KnownPlaces | None = None,
     ) -> None:
-        self._glue = glue
-        self._units = units
-        self._exposed = exposed
-        self._switches = switches or Switches()
-        self._holders: dict[int, _Names | _Items] = {}
-        self._settings: dict[int, Frozen | TorchSettings] = {}
-        self._own: dict[int, list[Any]] = {}
-        self._buffer_writes = BufferWrites(())
+        self._glue, self._units, self._exposed = glue, units, exposed
+        self._known = known or KnownPlaces()
         self._variables: Variables | None = None
-        self._written: Sequence[Any] = ()
-        # Attributes of modules, mostly inside of units, that this turn has written to, with their values before.
-        self._touched: dict[SwitchPlace, Any] = {}
-        self._touchable: dict[int, Any] = {}
-        self._lasting: dict[int, Any] = {}
-        self._seen: dict[SwitchPlace, Any] = {}
+        # Mappings that a step may write to, by key. The first ones are the same in every step; they are not compared,
+        # but report their changes (`touch`, `changed`).
+        self._lasting: dict[int, MutableMapping[Any, Any]] = {}
+        self._switches = TorchSwitches(())
+        self._mappings: dict[int, MutableMapping[Any, Any]] = {}
+        self._buffer_writes = BufferWrites(())
+        # Of each microbatch that has not ended, and features of those that have.
+        self._own: dict[int, dict[Place, Write]] = {}
+        self._begun, self._ended = set[int](), set[int]()
+        # Numbers of others that a microbatch has found and that may be put back.
+        self._guessed: set[tuple[int, Place]] = set()
+        # Microbatches that have begun, and places that others before them have changed since.
+        self._overtaken: set[tuple[int, Place]] = set()
+        # Change of each number by the first microbatch of this step.
+        self._counted: dict[Place, Any] = {}
+        # During a turn: entries of the mappings when it began, values swapped in, those that they have displaced, and
+        # values of attributes before they were set.
+        self._shared: dict[int, dict[Any, Any]] = {}
+        self._given: dict[Place, Any] = {}
+        self._outside: dict[Place, Any] = {}
+        self._touched: dict[Place, Any] = {}
         self._in_turn = False
+        self._seen: dict[Place, Any] = {}
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
         """Find the places that a step may write to; call it before its microbatches take turns.
@@ -103,49 +101,29 @@ class MicrobatchState:
         """
         if self._variables is None:
             self._look_around(step)
-        known = self._holders
-        self._own = {}
-        self._holders = {}
-        for target in self._find():
-            # Holders last: the first value decides whether a place holds running statistics, see [Note: private state].
-            kind = _Items if isinstance(target, (list, set, deque)) else _Names
-            key = _key(target)
-            self._holders[key] = known.get(key) or kind(target)
-        names = {key: each.target for key, each in self._holders.items() if isinstance(each, _Names)}
-        self._switches.begin(self._lasting, names)
-        for setting in self._settings.values():
-            setting.begin()
+        assert self._variables is not None
+        found = places_of_step(self._glue, self._units, self._exposed(), self._variables).items()
+        self._mappings = {key: each if isinstance(each, MutableMapping) else Items(each) for key, each in found}
+        self._known.forget_others(self._mappings.keys() | self._lasting.keys())
+        for each in (self._own, self._begun, self._ended, self._guessed, self._overtaken, self._counted):
+            each.clear()
+        self._switches.begin()
         self._buffer_writes = BufferWrites(self._glue)
 
     def _look_around(self, step: Callable[..., Any] | None) -> None:
         parts = [*self._glue, *(part for unit in self._units for part in unit.modules())]
         self._variables = variables_of(parts, step)
-        self._written = self._variables.written()
-        self._touchable = {id(held): held for part in parts for held in (vars(part), part._modules)}
         parameters = list(dict.fromkeys(weight for part in parts for weight in part.parameters(recurse=False)))
-        self._settings = {id(each): each for each in (Frozen(parameters), TorchSettings())}
-        self._lasting = {**self._touchable, **self._settings}
-
-    def _find(self) -> Iterator[Any]:
-        seen: set[int] = set()
-        for target in _find(self._glue, self._units, self._exposed()):
-            seen.add(_key(target))
-            yield target
-        assert self._variables is not None
-        for target in self._written:
-            if _key(target) not in seen:
-                seen.add(_key(target))
-                yield target
-        for value in self._variables.values_of_now():
-            if isinstance(value, _CONTAINERS):
-                yield from _visit(value, 1, seen)
+        switches = self._switches = TorchSwitches(parameters)
+        self._lasting = {id(switches): switches}
+        self._lasting |= {id(held): held for part in parts for held in (vars(part), part._modules)}
 
     def touch(self, module: nn.Module, name: str) -> None:
         """Note the value of an attribute of ``module`` before code above the units sets or deletes it."""
         if self._in_turn:
             for held in (vars(module), module._modules):
-                place = SwitchPlace(id(held), name)
-                if place.key in self._touchable and place not in self._touched:
+                place = Place(id(held), name)
+                if place.key in self._lasting and place not in self._touched:
                     self._touched[place] = held.get(name, MISSING)
 
     @contextmanager
@@ -157,327 +135,199 @@ class MicrobatchState:
             yield
             self.look()
             for place, before in self._seen.items():
-                self._switches.learn(place, before)
+                self._known.was_put_back[place] = is_same(self._get(place), before)
         finally:
             self._in_turn, self._touched, self._seen = False, {}, {}
 
     def look(self) -> None:
         """Note changed plain values; called under :meth:`learning` wherever a microbatch could pause."""
-        for place, before in self._plain_changes():
-            self._seen.setdefault(place, before)
+        for place, before in self._changes():
+            if content_of(self._get(place)) is Content.PLAIN:
+                self._seen.setdefault(place, before)
 
-    def _plain_changes(self) -> Iterator[tuple[SwitchPlace, Any]]:
-        """Places whose value has changed since the turn began, with the value before."""
-        for place, before in self._touched.items():
-            holder = self._holders.get(place.key)
-            # A holder reports its own changes below, except for names that were set to the value they had.
-            if holder is None or (isinstance(holder, _Names) and holder.is_unchanged(place.name)):
-                yield place, before
-        for key, holder in self._holders.items():
-            if isinstance(holder, _Names):
-                yield from ((SwitchPlace(key, name), before) for name, before in holder.plain)
-        for key, setting in self._settings.items():
-            yield from ((SwitchPlace(key, name), before) for name, before in setting.changed())
+    def _changes(self) -> Iterator[tuple[Place, Any]]:
+        """Places whose value has changed since the turn began, or was set, with the value before."""
+        yield from self._touched.items()
+        for key, mapping in self._mappings.items():
+            target, shared = stored(mapping), self._shared[key]
+            # The usual turn changes nothing. `is`, because `==` of tensors computes.
+            if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
+                continue
+            yield from ((Place(key, name), before) for name, before in shared.items() if name not in target)
+            for name, value in target.items():
+                if not is_identical(value, before := shared.get(name, MISSING)):
+                    yield Place(key, name), before
+        yield from ((Place(id(self._switches), name), before) for name, before in self._switches.changed())
 
-    def found(self) -> dict[SwitchPlace, Any]:
-        """Comparable snapshot of all places.
+    def found(self) -> dict[Place, Any]:
+        """Comparable snapshot of all places."""
+        places = {Place(key, name) for key, mapping in self._mappings.items() for name in mapping}
+        places |= {place for place in self._known.was_put_back if place.key in self._lasting}
+        return {place: frozen(self._get(place)) for place in places}
 
-        Keys are object ids, which differ between processes and may be reused, so places are numbered in the order in
-        which they are found.
-        """
-        found: dict[SwitchPlace, Any] = {}
-        for number, holder in enumerate(self._holders.values()):
-            if isinstance(holder, _Names):
-                found |= {SwitchPlace(number, name): frozen(value) for name, value in holder.target.items()}
-            else:
-                found[SwitchPlace(number, type(holder.target).__name__)] = frozen(list(holder.target))
-        for number, key in enumerate(self._lasting, len(self._holders)):
-            for place in self._switches.places:
-                if place.key == key:
-                    value = self._lasting[key].get(place.name, MISSING)
-                    found[SwitchPlace(number, place.name)] = frozen(value)
-        return found
-
-    def with_keys(self, places: Iterable[SwitchPlace]) -> list[SwitchPlace]:
-        """Places of :meth:`found`, with keys instead of numbers."""
-        keys = [*self._holders, *self._lasting]
-        return [place._replace(key=keys[place.key]) for place in places]
+    # Turns
 
     def enter(self, microbatch: int) -> None:
-        """Begin a turn of ``microbatch``: put back its own values."""
-        own = self._own.get(microbatch)
-        for position, holder in enumerate(self._holders.values()):
-            holder.enter(own[position] if own else ())
-        self._switches.enter(microbatch)
+        """Begin a turn of ``microbatch``: put in what it finds."""
+        self._begun.add(microbatch)
+        self._shared = {key: dict(stored(mapping)) for key, mapping in self._mappings.items()}
+        if self._own:
+            self._given = self._view(microbatch)
+            self._outside = self._swap(self._given)
         self._in_turn = True
 
     def leave(self, microbatch: int) -> None:
-        """End a turn of ``microbatch``: take out its own values."""
+        """End a turn of ``microbatch``: take out what it has written."""
         self._in_turn = False
-        # Before the holders restore anything: afterwards the changes of this turn are no longer visible. `switches`
-        # leaves after the holders, so that it takes out only what they have left there.
-        written, was_set = list(self._plain_changes()), self._touched
-        self._touched = {}
-        own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
-        names = zip(self._holders.items(), own, strict=True)
-        dropped = [SwitchPlace(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
-        self._switches.leave(microbatch, written, dropped, was_set)
+        given, outside, touched = self._given, self._outside, self._touched
+        changed = {place: before for place, before in self._changes() if place not in given}
+        self._given, self._outside, self._touched, self._shared = {}, {}, {}, {}
+        shared = dict[Place, Any]()
+        for place, before in (*given.items(), *changed.items()):
+            value, was = self._get(place), outside.get(place, before)
+            is_written = place in changed or place in touched or not is_identical(value, before)
+            if not is_written or self._note(microbatch, place, Write(before, value, content_of(value)), was):
+                shared[place] = was
+        self._swap(shared)
         self._buffer_writes.note(microbatch)
 
+    def _note(self, microbatch: int, place: Place, write: Write, shared: Any) -> bool:
+        """Note a value that ``microbatch`` has written instead of ``shared``; returns whether it is taken out."""
+        own = self._own.setdefault(microbatch, {})
+        if write.content is not Content.PLAIN:
+            self._known.is_running.setdefault(place, isinstance(shared, (Tensor, Number)))
+        if self._sight(place, write) is Sight.ALL and not (place in own and isinstance(write.value, Contents)):
+            own.pop(place, None)
+            return False
+        if place in own:
+            write.found = own[place].found
+        own[place] = write
+        later = {each for each in self._begun if each > microbatch and place not in self._own.get(each, ())}
+        self._overtaken.update((number, place) for number in later - self._ended)
+        return True
+
+    def _sight(self, place: Place, write: Write) -> Sight:
+        """See [Note: isolation]."""
+        if write.content is Content.PLAIN:
+            if isinstance(write.value, Contents):
+                return Sight.ALL
+            was_put_back = self._known.was_put_back.get(place, not is_number(write.value))
+            return Sight.OWN if was_put_back else Sight.LATER
+        if write.content is Content.REAL:
+            return Sight.ALL if self._known.is_running[place] else Sight.LATER
+        return Sight.LATER if self._known.is_running[place] else Sight.OWN
+
+    def _view(self, microbatch: int) -> dict[Place, Any]:
+        """Values for ``microbatch`` of the places that it, or an earlier one that has not ended, has written."""
+        view: dict[Place, Any] = {}
+        for number in sorted(number for number in self._own if number < microbatch):
+            for place, write in self._own[number].items():
+                if self._sight(place, write) is Sight.LATER:
+                    view[place] = write.value
+                    if write.content is Content.PLAIN and place not in self._known.was_put_back:
+                        self._guessed.add((number, place))
+        return view | {place: write.value for place, write in self._own.get(microbatch, {}).items()}
+
     def end_of(self, microbatch: int) -> None:
-        """Settle the writes of ``microbatch``, which has ended; see
-        :meth:`~smp_strategy.pipeline.switches.Switches.end`."""
-        if self._switches.end(microbatch):
-            for setting in self._settings.values():
-                setting.begin()
+        """End ``microbatch``: publish its lasting changes as soon as all earlier microbatches have ended.
+
+        Raises:
+            UnsupportedError: others have relied on a number that it has changed only temporarily.
+        """
+        self._ended.add(microbatch)
+        ended = list(itertools.takewhile(self._ended.__contains__, sorted(self._own)))
+        for number in ended:
+            self._publish(number, is_through=True)
+        if ended:
+            self._switches.begin()
+
+    def end(self) -> None:
+        """End the step: put everything back, in the order of the microbatches."""
+        for number in sorted(self._own):
+            self._publish(number, is_through=number in self._ended, is_over=True)
+        self._own = {}
+
+    def _publish(self, microbatch: int, *, is_through: bool, is_over: bool = False) -> None:
+        """Make the changes of ``microbatch`` visible to all, except features, which are its own until the step ends."""
+        own = self._own.pop(microbatch)
+        for place, write in own.items():
+            now = self._get(place)
+            if write.content is Content.PLAIN:
+                was_put_back = self._known.was_put_back[place] = is_same(write.value, write.found)
+                if was_put_back and is_through and (microbatch, place) in self._guessed:
+                    raise late_switch(place.name, write.value)
+                if was_put_back:
+                    continue
+                self._check_counted(microbatch, place, write)
+            elif not is_over and self._sight(place, write) is Sight.OWN:
+                self._own.setdefault(microbatch, {})[place] = write
+                continue
+            self._swap({place: merged(now, write.found, write.value)})
 
     @contextmanager
     def at_barrier(self, microbatch: int) -> Iterator[None]:
-        """See :meth:`~smp_strategy.pipeline.switches.Switches.at_barrier`."""
-        with self._switches.at_barrier(microbatch):
+        """Context for code that runs once for all, with the view of ``microbatch``, the last one."""
+        given = self._view(microbatch)
+        outside = self._swap(given)
+        try:
             yield
-        # Freezing or setting at a barrier (`toggle_optimizer`) holds for all, and is no change of the next microbatch.
-        for setting in self._settings.values():
-            setting.begin()
+        finally:
+            for place, value in self._swap(outside).items():
+                before = given[place]
+                for own in () if is_identical(value, before) else self._own.values():
+                    if place in own:
+                        own[place] = Write(own[place].found, value, content_of(value))
+            # Freezing or setting at a barrier (`toggle_optimizer`) holds for all, and is no change of the next one.
+            self._switches.begin()
 
     def of_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """See :meth:`~smp_strategy.pipeline.switches.Switches.of_now`."""
-        return self._switches.of_now(self._plain_changes()) if self._in_turn else nullcontext
+        """Capture the plain values that the running microbatch finds and has written.
 
-    def end(self) -> None:
-        """Put everything back, in the order of the microbatches, which have all ended."""
-        self._switches.end_all()
-        for position, holder in enumerate(self._holders.values()):
-            found = [own[position] for _, own in sorted(self._own.items())]
-            if any(found):
-                holder.put_back(found)
-        self._own = {}
+        Returns:
+            A factory of contexts in which code out of turn (recomputation) finds them.
+        """
+        if not self._in_turn:
+            return nullcontext
+        places = (*self._given, *(place for place, _ in self._changes()))
+        values = ((place, self._get(place)) for place in places)
+        noted = {place: value for place, value in values if content_of(value) is Content.PLAIN}
 
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = self._swap({**self._outside, **noted})
+            try:
+                yield
+            finally:
+                self._swap(before)
 
-class _Names:
-    """Holder of named values: attributes, a dict, a variable of a closure."""
+        return again
 
-    def __init__(self, target: MutableMapping[Any, Any]) -> None:
-        self.target = target
-        self._shared: dict[Any, Any] = {}
-        self._given: dict[Any, Any] = {}
-        self._is_running: dict[Any, bool] = {}
-
-    def enter(self, own: Any) -> None:
-        self._shared = dict(stored(self.target))
-        self._given = own or {}
-        if own:
-            set_items(self.target, own)
-
-    @property
-    def plain(self) -> list[tuple[Any, Any]]:
-        """Names whose values have changed in this turn and contain no tensors, with the values before."""
-        target, shared = stored(self.target), self._shared
-        if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
-            return []
-        gone = [(name, before) for name, before in shared.items() if name not in target]
-        new = [(name, value, shared.get(name, MISSING)) for name, value in target.items()]
-        return gone + [(name, before) for name, value, before in new if value is not before and not _kind(value)]
-
-    def is_unchanged(self, name: Any) -> bool:
-        """Whether the name holds a plain value, the same as when the turn began."""
-        value = stored(self.target).get(name, MISSING)
-        return value is self._shared.get(name, MISSING) and name not in self._given and not _kind(value)
-
-    def leave(self) -> dict[Any, Any]:
-        """Take out the values of this turn, and return them; the table in [Note: private state]."""
-        target, shared, given = stored(self.target), self._shared, self._given
-        self._shared, self._given = {}, {}
-        # The usual turn changes nothing. `is`, because `==` of tensors computes.
-        if not given and len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
-            return {}
-        own = {}
-        for name, value in list(target.items()):
-            before = shared.get(name, MISSING)
-            # A name in `given` is the microbatch's own even if unchanged: `shared` was taken before it was put back.
-            if (value is before and name not in given) or not (kind := _kind(value)):
-                continue
-            is_running = self._is_running.setdefault(name, isinstance(before, (Tensor, Number)))
-            if is_running and kind == "real":
-                continue
-            own[name] = value
-            # What came with the microbatch leaves with it. A new value that others may see (or must, to be refused)
-            # stays until the next turn of another writer.
-            if given.get(name, MISSING) is value or not (is_running or kind == "real"):
-                self._restore(name, before)
-        return own
-
-    def _restore(self, name: Any, before: Any) -> None:
-        if before is MISSING:
-            delete_item(self.target, name)
-        else:
-            set_item(self.target, name, before)
-
-    def put_back(self, found: list[Any]) -> None:
-        """Merge the own values of all microbatches, in their order: the last one wins, lists are concatenated."""
-        for name in dict.fromkeys(name for own in found for name in own):
-            values = [own[name] for own in found if name in own]
-            before = stored(self.target).get(name)
-            if isinstance(before, list) and all(_continues(value, before) for value in values):
-                # `self.losses = self.losses + [loss]`
-                set_item(self.target, name, [*before, *(item for value in values for item in value[len(before) :])])
-            else:
-                set_item(self.target, name, values[-1])
-
-
-class _Items:
-    """Holder of items: a list, a deque or a set."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        self._shared: list[Any] = []
-
-    def enter(self, own: Any) -> None:
-        self._shared = list(self.target)
-        if own:
-            items = list(self.target)
-            for index, item, replaces in own:
-                if replaces and index < len(items):
-                    items[index] = item
-                else:
-                    items.insert(index, item)
-            self._fill(items)
-
-    def leave(self) -> list[tuple[int, Any, bool]]:
-        """Take out the items of this turn: their index, the item, and whether it replaces another."""
-        shared, items = self._shared, list(self.target)
-        self._shared = []
-        if len(items) == len(shared) and all(map(is_, items, shared)):
-            return []
-        before = set(map(id, shared))
-        new = [(index, item) for index, item in enumerate(items) if id(item) not in before and _kind(item)]
-        if not new:
-            return []
-        mine = {index for index, _ in new}
-        rest = [item for index, item in enumerate(items) if index not in mine]
-        if len(items) == len(shared) and len(rest) < len(shared):
-            # A preallocated list whose slots are filled one by one: the old items go back to their slots.
-            self._fill([shared[index] if index in mine else item for index, item in enumerate(items)])
-            return [(index, item, True) for index, item in new]
-        self._fill(rest)
-        return [(index, item, False) for index, item in new]
-
-    def put_back(self, found: list[Any]) -> None:
-        items = list(self.target)
-        for own in found:
-            for index, item, replaces in own:
-                if replaces and index < len(items):
-                    items[index] = item
-                else:
-                    items.append(item)
-        self._fill(items)
-
-    def _fill(self, items: list[Any]) -> None:
-        refill(self.target, items)
-
-
-def _key(target: Any) -> int:
-    """Identity of a place; the same for all views of it."""
-    return id(target.held_by if isinstance(target, (Variable, Chosen, ClassAttributes)) else target)
-
-
-def _kind(value: Any, levels: int = MOST_LEVELS) -> str:
-    """Kind of a value: ``placed`` (belongs to one microbatch), ``real`` (contains real tensors) or empty."""
-    if isinstance(value, Tensor):
-        return "placed" if isinstance(value, PlacedTensor) else "real"
-    if not levels or isinstance(value, (str, Number, nn.Module, type)):
-        return ""
-    if isinstance(value, _CONTAINERS) and not value:
-        return "placed"  # new in this turn, and about to be filled with tensors
-    inside: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inside = stored(value).values()
-    elif isinstance(value, (list, tuple, set, deque)):
-        inside = value
-    elif hasattr(value, "__dict__") and not callable(value):
-        inside = vars(value).values()
-    kinds = {_kind(item, levels - 1) for item in list(inside)[:MOST_ENTRIES]}
-    # A new mutable container belongs to the microbatch whatever it holds: it will be changed. A tuple cannot be.
-    is_new = not isinstance(value, tuple)
-    return "placed" if "placed" in kinds or ("real" in kinds and is_new) else "real" if "real" in kinds else ""
-
-
-def _continues(value: Any, before: list[Any]) -> bool:
-    return isinstance(value, list) and len(value) >= len(before) and all(map(is_, value, before))
-
-
-def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequence[nn.Module] = ()) -> Iterator[Any]:
-    """Containers that a step may put tensors into, each once."""
-    seen: set[int] = set(map(id, (*glue, *units)))
-    hooks = {module: [hook for name in _HOOKS for hook in vars(module)[name].values()] for module in (*glue, *units)}
-    for module in (*glue, *exposed):
-        yield from _visit(vars(module), 0, seen)
-    for module in units:
-        if hooks[module] and id(vars(module)) not in seen:
-            seen.add(id(vars(module)))
-            yield vars(module)
-    for _, container in collectors():
-        yield from _visit(container, 1, seen)
-    for of_module in hooks.values():
-        for hook in of_module:
-            yield from _visit_function(hook, seen)
-
-
-def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
-    """Lists, dicts and variables that hooks on ``modules`` reach, except attributes of modules."""
-    modules = list(dict.fromkeys(modules))
-    seen = {id(vars(module)) for module in modules}
-    found: list[Any] = []
-    for module in modules:
-        for hook in [hook for name in _HOOKS for hook in vars(module)[name].values()]:
-            found += _visit_function(hook, seen)
-    return found
-
-
-def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:
-    if level > MOST_LEVELS or id(value) in seen or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
-        return
-    if isinstance(value, (*_CONTAINERS, Variable)):
-        seen.add(id(value))
-        if len(value) > MOST_ENTRIES:
+    def _check_counted(self, microbatch: int, place: Place, write: Write) -> None:
+        """Refuse a number that may have been read before others changed it, unless all change it alike."""
+        if not is_number(write.value):
             return
-        yield value
-        inside = (
-            [(None, item) for item in value] if isinstance(value, (list, set, deque)) else list(stored(value).items())
-        )
-        for name, item in inside:
-            if not (level == 0 and name in _OF_EVERY_MODULE):
-                yield from _visit(item, level + 1, seen)
-    elif level == 1 and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Iterator):
-        seen.add(id(value))
-        yield from _visit(vars(value), level, seen)
+        change = write.value - (write.found if is_number(write.found) else 0)
+        is_alike = change == self._counted.setdefault(place, change)
+        if (microbatch, place) in self._overtaken and place not in self._known.rehearsed and not is_alike:
+            raise late_state(place.name)
 
+    def _get(self, place: Place) -> Any:
+        return self._target(place.key).get(place.name, MISSING)
 
-def _visit_function(function: Any, seen: set[int]) -> Iterator[Any]:
-    """Containers that a hook can reach: variables around it, arguments bound to it, the object whose method it is."""
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    if isinstance(function, functools.partial):
-        for value in (*function.args, *function.keywords.values()):
-            yield from _visit(value, 1, seen)
-        yield from _visit_function(function.func, seen)
-    elif isinstance(function, types.MethodType):
-        owner = function.__self__
-        if id(owner) not in seen:
-            yield from _visit(vars(owner) if isinstance(owner, nn.Module) else owner, 1, seen)
-        yield from _visit_function(function.__func__, seen)
-    elif isinstance(function, types.FunctionType):
-        for cell in function.__closure__ or ():
-            variable = Variable(cell)
-            if id(cell) not in seen:
-                seen.add(id(cell))
-                yield from _visit(variable, 0, seen)
-            if variable and callable(cell.cell_contents):
-                yield from _visit_function(cell.cell_contents, seen)
-        values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        values += [function.__globals__.get(name) for name in function.__code__.co_names]
-        for value in values:
-            yield from _visit(value, 1, seen)
-    elif hasattr(function, "__dict__"):
-        yield from _visit(vars(function), 1, seen)
+    def _swap(self, values: Mapping[Place, Any]) -> dict[Place, Any]:
+        """Put ``values`` into their places; returns those that were there."""
+        before = {place: self._get(place) for place in values}
+        together: dict[int, dict[Any, Any]] = {}
+        for place, value in values.items():
+            if value is not MISSING:
+                together.setdefault(place.key, {})[place.name] = value
+            elif before[place] is not MISSING:
+                delete_item(self._target(place.key), place.name)
+        # All entries of a dict at once: a loop over an emptied one goes on where the microbatch was paused.
+        for key, named in together.items():
+            set_items(self._target(key), named)
+        return before
+
+    def _target(self, key: int) -> MutableMapping[Any, Any]:
+        found = self._mappings.get(key)
+        return self._lasting[key] if found is None else found

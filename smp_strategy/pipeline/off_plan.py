@@ -74,7 +74,7 @@ def _is_through(runner: MicrobatchRunner, number: int) -> bool:
 
 def _advance(runner: MicrobatchRunner, number: int) -> bool:
     """Resume a microbatch if it can run; returns whether it did."""
-    if runner.coroutines[number].finished or runner.is_held(number):
+    if runner.coroutines[number].finished:
         return False
     if not _have_arrived(runner, runner.waiting.get(number, ())):
         return False

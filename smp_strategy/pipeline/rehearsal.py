@@ -5,7 +5,6 @@ pauses at each receive of the stage. The plain values that it passes to calls ar
 another order of turns.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.model.trace.snapshot import is_own_object
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import Placement
@@ -42,7 +42,7 @@ class Rehearsal:
     """Dry run of microbatches that take turns as on a given stage.
 
     Args:
-        stage: stage whose receives pause the microbatches; -1: they never pause.
+        stage: stage whose receives pause the microbatches; ``None``: they never pause.
         truth: made-up value of the first truth values.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rehearsal:
         pause: called with the number of a microbatch that has to wait.
     """
 
-    def __init__(self, stage: int, *, truth: bool) -> None:
+    def __init__(self, stage: int | None, *, truth: bool) -> None:
         self.noted: dict[tuple[int, int, int, tuple[int, ...]], Any] = {}
         self.pause: Callable[[int], None] = lambda microbatch: None
         self._stage = stage
@@ -97,10 +97,8 @@ def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:
     """Comparable snapshot of ``value``; of an unknown object only its type."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if type(value) is Tensor:
-        return _digest(value)
-    if type(value) is np.ndarray and value.dtype.kind in "biufc":
-        return (value.shape, value.dtype, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest())
+    if type(value) in (Tensor, np.ndarray):
+        return digest_of(value, most=_MOST_ELEMENTS)
     if levels and isinstance(value, dict):
         inside = list(value.items())[-_MOST_ENTRIES:]
         return ("dict", len(value), tuple((repr(name), frozen(each, levels - 1)) for name, each in inside))
@@ -111,15 +109,3 @@ def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:
     if isinstance(value, (set, frozenset)) and all(isinstance(each, _PLAIN) for each in value):
         return ("set", tuple(sorted(map(repr, value))))
     return type(value).__name__
-
-
-def _digest(tensor: Tensor) -> Any:
-    about = (tuple(tensor.shape), tensor.dtype)
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
-        return about
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
-        flat = flat[:: -(-len(flat) // _MOST_ELEMENTS)].contiguous()
-        content = torch.view_as_real(flat).contiguous() if flat.is_complex() else flat
-        data = content.view(torch.uint8).cpu().numpy().tobytes()
-    return (*about, hashlib.blake2b(data, digest_size=8).hexdigest())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
@@ -49,11 +49,9 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
-        private: private state of microbatches; ``None`` for a dry run.
+        private: private state of microbatches, which is told before the glue sets or deletes an attribute of a module.
         told: called with the arguments that the glue passes to units.
         called: called with the microbatch, each unit that the glue calls, and its arguments.
-        written: called before the glue sets or deletes an attribute of a module, unless ``private`` is given, which is
-            told instead.
 
     Attributes:
         stage, told, called: as given.
@@ -65,11 +63,10 @@ class Runtime:
     def __init__(
         self,
         stage: Stage,
-        private: MicrobatchState | None = None,
+        private: MicrobatchState,
         *,
         told: Callable[[Any], None] | None = None,
         called: Callable[[int, Callee, Any, Any], None] | None = None,
-        written: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
         self.stage, self._private = stage, private
         self.told, self.called = told, called
@@ -78,10 +75,8 @@ class Runtime:
         self.barriers = BarrierSteps(
             self.current, self.collectives, runner_of=self.runner_of, offloading=self._offloading, flush=self.flush
         )
-        if private is not None:
-            stage.activations.switched = private.of_now
-        told_of_writes = written if private is None else private.touch
-        self._writes = None if told_of_writes is None else WatchedWrites(told_of_writes, self.current)
+        stage.activations.switched = private.of_now
+        self._writes = WatchedWrites(private.touch, self.current)
         if is_host(stage.device):
             keep_freed_memory()
 
@@ -127,7 +122,8 @@ class Runtime:
                 if has_backward:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
-                early, tail = begun_early(actions), tail_of(actions)
+                early = [()] * len(actions) if job.carries_state else begun_early(actions)
+                tail = tail_of(actions)
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
@@ -183,8 +179,7 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self.barriers.close()
-        if self._writes is not None:
-            self._writes.close()
+        self._writes.close()
         self.collectives.close()
         self._threads.close()
         if self.stage.transport is not None:

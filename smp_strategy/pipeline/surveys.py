@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.results import up_to_date
-from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.sample_watch import SampleWatch
 
@@ -93,19 +92,13 @@ def survey(
     return trace
 
 
-def rehearse(
-    runtime: Runtime, job: Job, microbatches: Sequence[Any], *, in_order: bool
-) -> list[tuple[Event, Placement]]:
-    """Run microbatches of a dry run in turns, without backward.
+def rehearse(runtime: Runtime, job: Job, microbatches: Sequence[Any]) -> None:
+    """Run microbatches of a dry run without backward; each advances by one pause in turn.
 
     Args:
         runtime: runtime of a stage with a rehearsal, which decides where microbatches pause.
         job: step that every microbatch runs.
         microbatches: arguments of the step, one per microbatch.
-        in_order: whether to run them one after the other; otherwise each advances by one pause in turn.
-
-    Returns:
-        The events of the last microbatch, with their placements.
     """
     rehearsal = runtime.stage.rehearsal
     assert rehearsal is not None
@@ -119,8 +112,6 @@ def rehearse(
         ):
             while not all(coroutine.finished for coroutine in runner.coroutines):
                 for number in range(len(runner.coroutines)):
-                    while not runner.is_held(number) and not runner.resume(number) and in_order:
-                        pass
-            return runner.programs[-1].program_trace.events
+                    runner.resume(number)
     finally:
         runner.cancel()

@@ -38,14 +38,15 @@ from smp_strategy.model.trace.fake_call import (
 )
 from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.parametrize_cache import uncached
+from smp_strategy.model.trace.places import variables_of
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call, without_validation
 from smp_strategy.model.trace.saved_tensors import watching_kept
-from smp_strategy.model.trace.side_effects import collector_key, contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.side_effects import collector_key, containers_of_objects, is_object
 from smp_strategy.model.trace.size_formulas import SizeFormulas, SymbolicSizes, shape_kind
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
-from smp_strategy.model.trace.undo_variables import MemoizedFunctions, hide_fakes, variables_of, variables_restored
+from smp_strategy.model.trace.undo_variables import MemoizedFunctions, hide_fakes, variables_restored
 
 __all__ = ["ShapeInference"]
 
@@ -182,18 +183,18 @@ class ShapeInference:
     def _attempt(
         self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
     ) -> Prediction | Unpredictable:
-        lent = contents_of_objects(specs) if survey else []
+        lent = Snapshot(containers=containers_of_objects(specs) if survey else ())
         try:
             return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
         except SharedTableError as error:
-            put_back(lent)
+            lent.restore()
             return self._with_own_tables(error, callee, specs, structure, survey)
         except SMPError:
             raise
         except Exception as error:
             # Any error counts: if it is a mistake in the user's code, the real run will raise it.
             unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
-        put_back(lent)
+        lent.restore()
         try:
             first, *others = (self._dry_run(callee, specs, structure, survey, assumed) for assumed in ASSUMPTIONS)
         except SMPError:

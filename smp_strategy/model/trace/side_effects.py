@@ -21,7 +21,7 @@ again and become part of its result.
 import contextvars
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, NamedTuple, final
@@ -38,9 +38,8 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 __all__ = [
     "Changed",
     "apply_changes",
-    "contents_of_objects",
+    "containers_of_objects",
     "is_object",
-    "put_back",
     "watched",
     "additions",
     "collector_key",
@@ -116,9 +115,9 @@ def is_object(leaf: Any) -> bool:
     return not isinstance(leaf, _WITHOUT_STATE) and not callable(leaf)
 
 
-def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """All containers below the objects among ``leaves``, with their present contents."""
-    found: dict[int, tuple[Any, Any]] = {}
+def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
+    """All containers below the objects among ``leaves``."""
+    found: dict[int, Any] = {}
 
     def visit(item: Any) -> None:
         if id(item) in found or isinstance(item, Tensor | nn.Module | type):
@@ -127,7 +126,7 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if hasattr(item, "__dict__") and not callable(item):
             inner = vars(item)
         if isinstance(inner, list | dict):
-            found[id(item)] = (inner, contents_of(inner))
+            found[id(item)] = inner
         if isinstance(inner, list | dict | tuple):
             for child in inner.values() if isinstance(inner, dict) else inner:
                 visit(child)
@@ -136,12 +135,6 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if is_object(leaf):
             visit(leaf)
     return list(found.values())
-
-
-def put_back(before: Sequence[tuple[Any, Any]]) -> None:
-    """Restore the contents from :func:`contents_of_objects`."""
-    for container, contents in before:
-        fill(container, contents)
 
 
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:

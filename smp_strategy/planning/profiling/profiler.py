@@ -29,12 +29,12 @@ from smp_strategy.model.trace.device_model import Machine, Measured, modelled_wo
 from smp_strategy.model.trace.events import Event
 from smp_strategy.model.trace.fake_call import call as call_with
 from smp_strategy.model.trace.fake_call import imitate, stand_in, tensors_of
+from smp_strategy.model.trace.places import reached_by_hooks
 from smp_strategy.model.trace.pytree import flatten_result, unflatten_call
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives, Replicas

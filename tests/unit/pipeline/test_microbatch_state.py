@@ -3,10 +3,13 @@
 import weakref
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 
-from smp_strategy.pipeline.microbatch_state import MOST_ENTRIES, MicrobatchState
+from smp_strategy.model.trace.places import MOST_ENTRIES
+from smp_strategy.pipeline.isolation import MISSING, merged
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 
 
 class Glue(nn.Module):
@@ -51,7 +54,7 @@ def test_items_keep_their_places_among_what_is_shared():
     state.begin()
     turn(state, 0, lambda: glue.mixed.extend([a, 2, b]))
     turn(state, 1, lambda: glue.mixed.append(c))
-    assert glue.mixed == [1, 2]
+    assert glue.mixed == [1]
     turn(state, 0, lambda: [item is other or 1 / 0 for item, other in zip(glue.mixed, [1, a, 2, b], strict=True)])
     state.end()
     assert [item for item in glue.mixed if isinstance(item, int)] == [1, 2]
@@ -102,6 +105,43 @@ def test_nothing_is_held_after_the_step():
     reference = weakref.ref(glue.kept)
     glue.kept = None
     assert reference() is None
+
+
+def test_a_loop_over_a_dict_goes_on_where_it_was_paused():
+    a, b, c, d = tensors(4)
+    glue = Glue(features={})
+    state = MicrobatchState([glue], [])
+    state.begin()
+    loops = {}
+
+    def fill(*values):
+        glue.features.update(enumerate(values))
+        loops[values] = iter(glue.features.values())
+        assert next(loops[values]) is values[0]
+
+    turn(state, 0, lambda: fill(a, b))
+    turn(state, 1, lambda: fill(c, d))
+    assert glue.features == {}
+    turn(state, 0, lambda: [item is b or 1 / 0 for item in loops.pop((a, b))])
+    turn(state, 1, lambda: [item is d or 1 / 0 for item in loops.pop((c, d))])
+    state.end()
+    assert list(glue.features.values()) == [c, d]
+
+
+@pytest.mark.parametrize(
+    ("now", "found", "value", "expected"),
+    [
+        pytest.param(5, 5, 7, 7, id="nobody else has written"),
+        pytest.param(8, 5, 7, 10, id="both have counted"),
+        pytest.param(MISSING, 5, 7, 2, id="another has deleted the count"),
+        pytest.param("b", "a", "c", "c", id="the last one wins"),
+        pytest.param([1, 2], [1], [1, 3], [1, 2, 3], id="both have appended"),
+        pytest.param([8, 0], [0, 0], [0, 9], [8, 9], id="both have filled slots"),
+        pytest.param([1, 2], [1], [], [], id="emptied"),
+    ],
+)
+def test_changes_of_several_microbatches_are_merged(now, found, value, expected):
+    assert merged(now, found, value) == expected
 
 
 class Made(OrderedDict):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
-from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back, watched
+from smp_strategy.model.trace.side_effects import Changed, apply_changes, containers_of_objects, watched
+from smp_strategy.model.trace.snapshot import Snapshot
 
 
 @dataclasses.dataclass
@@ -69,13 +70,13 @@ class Cache:
 def test_objects_get_back_what_was_in_them():
     cache, layer = Cache(), Cache()
     cache.layers.append(layer)
-    before = contents_of_objects([torch.ones(1), cache, 3, None])
+    before = Snapshot(containers=containers_of_objects([torch.ones(1), cache, 3, None]))
     layer.sizes["seen"] = 5
     layer.layers.append(torch.ones(1))
     cache.layers.clear()
     cache.sizes = {}
     cache.extra = 1
-    put_back(before)
+    before.restore()
     assert cache.layers == [layer]
     assert layer.layers == []
     assert layer.sizes == cache.sizes == {"seen": 0}
