@@ -14,7 +14,6 @@ eight bytes with the length of the header, the header as JSON, and row-major ten
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage.async_save import raw
 from smp_strategy.checkpoint.storage.verified_reads import Files
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import UnsupportedError
@@ -118,10 +118,8 @@ class SafetensorsFile:
         assert (tuple(value.shape), value.dtype) == (tuple(self._tensors[name].shape), self._tensors[name].dtype), name
         if not value.numel():
             return
-        values = value.detach().cpu().contiguous()
         self._file.seek(self._places[name])
-        # Not through NumPy: its views forbid for ever that the memory of a parameter is resized.
-        self._file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+        self._file.write(raw(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
         """Close the file."""
