@@ -39,7 +39,7 @@ __all__ = [
     "whole_optimizer_state_dict",
 ]
 
-Take: TypeAlias = "Callable[[SpreadState], OrderedDict[str, Any]]"
+Take: TypeAlias = Callable[[SpreadState], OrderedDict[str, Any]]
 
 
 def collect(spread: SpreadState) -> "OrderedDict[str, Any]":

@@ -24,6 +24,7 @@ class DeferredMemory:
     Args:
         compute: Computes the values, in new memory.
         run: Computes a run of them, if the memory is row-major.
+        origin: What reads the values, if they are not computed.
 
     Attributes:
         kept: Values that are kept for good; ``None``: they are computed when needed.
@@ -31,9 +32,15 @@ class DeferredMemory:
         history: Noted changes, as text.
     """
 
-    def __init__(self, compute: "Callable[[Known], Tensor]", run: "ReadRun | None" = None) -> None:
+    def __init__(
+        self,
+        compute: "Callable[[Known], Tensor]",
+        run: "ReadRun | None" = None,
+        origin: Callable[[], Tensor] | None = None,
+    ) -> None:
         self._compute = compute
         self._run = run
+        self._origin = origin
         self.kept: Tensor | None = None
         self.is_changed = False
         self.history: list[str] = []
@@ -57,6 +64,11 @@ class DeferredMemory:
             if self._num_uses > _MOST_USES or value.numel() <= _MOST_CACHED:
                 self._cached = value
         return known[self]
+
+    @property
+    def origin(self) -> Callable[[], Tensor] | None:
+        """What reads these very values; ``None``: they are computed, changed, or have been handed out for good."""
+        return self._origin if self.kept is None and not self._changes else None
 
     @property
     def is_new(self) -> bool:

@@ -89,6 +89,11 @@ class DeferredTensor(Tensor):
         return self._node.base.is_changed
 
     @property
+    def origin(self) -> Callable[[], Tensor] | None:
+        """What reads these very values; ``None``: they are a part of others, computed, changed or handed out."""
+        return None if self._node.views else self._node.base.origin
+
+    @property
     def history(self) -> tuple[str, ...]:
         """Noted changes by numbers, as text; equal where the values will be."""
         return tuple(self._node.base.history)
@@ -154,7 +159,7 @@ def defer(
         read: Reads the values, into new memory on every call.
         read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
     """
-    return DeferredTensor(like, device, DeferredView(DeferredMemory(lambda known: read(), read_run)))
+    return DeferredTensor(like, device, DeferredView(DeferredMemory(lambda known: read(), read_run, read)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
