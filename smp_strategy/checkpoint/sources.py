@@ -6,18 +6,34 @@ use values. So a folder is offered like an ordinary file, as a dict of tensors, 
 their place, whatever their names are by now. Values of the others are computed, or taken from memory.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source
 from smp_strategy.errors import CheckpointError
 from smp_strategy.model.deferred_tensor import DeferredTensor, defer
 
-__all__ = ["EditedState", "WholeState", "flattened", "Readable", "stored_tensor"]
+__all__ = [
+    "EditedState",
+    "WholeState",
+    "flattened",
+    "Readable",
+    "put",
+    "stored_tensor",
+    "with_spread",
+    "MARK",
+    "SPREAD",
+]
+
+SPREAD: Final = "spread"
+"""Key of tensors of ranks that are nested in the rest of a checkpoint, by their numbers."""
+MARK: Final = "smp_strategy/spread"
+"""Key of the placeholder of such a tensor in the rest: ``{MARK: <number>}``."""
 
 
 @final
@@ -139,3 +155,26 @@ def stored_tensor(source: Readable, name: str) -> DeferredTensor:
     described = source.tensors[name]
     like = torch.empty(described.shape, dtype=described.dtype, device="meta")
     return defer(like, torch.device("cpu"), StoredValues(source, name))
+
+
+def put(tree: dict[Any, Any], way: Sequence[Any], value: Any) -> None:
+    """Put an entry into nested dicts, under the keys ``way``."""
+    *outer, last = way
+    for key in outer:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def with_spread(rest: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """``rest`` with the tensors of :data:`SPREAD`, which are taken out of ``tree``, in the place of their marks."""
+    if not any(map(_is_mark, pytree.tree_leaves(dict(rest), is_leaf=_is_mark))):
+        return dict(rest)
+    spread = tree.pop(SPREAD, {})
+    found: dict[str, Any] = pytree.tree_map(
+        lambda node: spread[node[MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
+    )
+    return found
+
+
+def _is_mark(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {MARK}

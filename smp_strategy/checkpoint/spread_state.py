@@ -264,25 +264,19 @@ class SpreadState:
 
     def on_first(self) -> "OrderedDict[str, Any]":
         """The whole state dict on global rank 0, with new tensors on the host; an empty one elsewhere. Collective."""
-        found = {name: self.collected(name, 0, is_new=True) for name in self._homes() if self._info(name)}
+        # Not in the order of `self._names`, to which each rank contributes names of its own module.
+        found = {name: self.collected(name, 0, is_new=True) for name in self.tensors()}
         return self.entries(found) if dist.get_rank() == 0 else OrderedDict()
 
-    def on_all_ranks(self) -> dict[str, Any]:
-        """All entries by their first names on every rank, with new tensors on the host. Collective."""
-        found: dict[str, Any] = self.on_first()
-        for name in self._homes():
-            info = self._info(name)
-            if info is None:
-                found[name] = self._first[name].value
-                continue
-            if name not in found:
+    def on_all_ranks(self) -> "OrderedDict[str, Any]":
+        """The whole state dict on every rank, with new tensors on the host. Collective."""
+        first, found = self.on_first(), dict[str, Tensor]()
+        for name, info in self.tensors().items():
+            found[name] = first.get(name, torch.empty(0))
+            if not first:
                 found[name] = torch.empty(info.shape, dtype=info.dtype, device="cpu")
             collectives.broadcast(found[name], 0, group=None, doing=_STATE).wait()
-        return found
-
-    def _homes(self) -> list[str]:
-        """First names of all entries, in order."""
-        return list(dict.fromkeys(self._home[name] for name in self._names))
+        return self.entries(found)
 
     def write(self, files: Sequence[PlannedFile], folder: Path, *, writers: Sequence[int]) -> None:
         """Write ``files`` to ``folder``. Collective over all ranks.
@@ -344,7 +338,7 @@ class SpreadState:
         """
         info, is_here = self._info(name), dist.get_rank() == writer
         assert info is not None
-        sources = self._sources(name, writer)
+        sources, doing = self._sources(name, writer), "a part of a state" if is_new else _PART
         whole = Rectangle((0,) * len(info.shape), info.shape)
         if not is_new and list(sources) == [whole] and sources[whole][0] == writer:
             return self._block(name, sources[whole][1]) if is_here else None
@@ -352,11 +346,11 @@ class SpreadState:
         for rectangle, (source, number) in sources.items():
             if result is None:
                 if source == dist.get_rank():
-                    collectives.send(self._block(name, number).cpu().contiguous(), writer, _PART)
+                    collectives.send(self._block(name, number).cpu().contiguous(), writer, doing)
             elif source == writer:
                 rectangle.view_of(result).copy_(self._block(name, number))
             else:
-                _receive(rectangle.view_of(result), source)
+                _receive(rectangle.view_of(result), source, doing)
         return result
 
     def _sources(self, name: str, writer: int) -> dict[Rectangle, tuple[int, int]]:
@@ -375,12 +369,12 @@ class SpreadState:
         return held.blocks[number].tensor.detach()
 
 
-def _receive(place: Tensor, source: int) -> None:
+def _receive(place: Tensor, source: int, doing: str) -> None:
     if place.is_contiguous():
-        collectives.receive(place, source, _PART)
+        collectives.receive(place, source, doing)
         return
     received = torch.empty(place.shape, dtype=place.dtype, device="cpu")
-    collectives.receive(received, source, _PART)
+    collectives.receive(received, source, doing)
     place.copy_(received)
 
 

@@ -212,10 +212,13 @@ class SavedState:
         Raises:
             PeerFailedError: global rank 0 could not write.
         """
-        spread = self._spread_optimizer_state(optimizer)
-        unfilled = [] if spread is None else [UnfilledState(spread)]
-        entries = unfilled[0].entries() if unfilled else None
-        make = partial(self._whole_optimizer_state, optimizer, entries)
+        unfilled: list[UnfilledState] = []
+        if self._parts.local_model is None or optimizer in self._parts.late.optimizers:
+            make = partial(self.full_optimizer_state, optimizer)
+        else:
+            with self._parts.views.put_aside():
+                unfilled.append(UnfilledState(full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)))
+            make = partial(full.whole_optimizer_state_dict, optimizer, unfilled[0].entries())
         self.write_filled(unfilled, make, partial(new_file, path), doing="saving the state of an optimizer")
 
     # As a whole
@@ -273,27 +276,14 @@ class SavedState:
 
     def full_optimizer_state(self, optimizer: Optimizer, take: full.Take | None = None) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
-        spread = self._spread_optimizer_state(optimizer)
-        with self._parts.views.put_aside():
-            entries = None if spread is None else (take or full.collect)(spread)
-        return self._whole_optimizer_state(optimizer, entries)
-
-    def _spread_optimizer_state(self, optimizer: Optimizer) -> SpreadState | None:
-        """State of ``optimizer``; ``None``: global rank 0 has all of it. Collective."""
-        if optimizer in self._parts.late.optimizers or self._parts.local_model is None:
-            return None
-        with self._parts.views.put_aside():
-            return full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)
-
-    def _whole_optimizer_state(self, optimizer: Optimizer, entries: Mapping[str, Any] | None) -> dict[str, Any]:
-        """``optimizer.state_dict()`` on global rank 0 with these entries; ``None``: those that it has."""
-        if not self.is_first:
-            return {}
-        if entries is not None:
-            with self._parts.views.put_aside():
-                return full.whole_optimizer_state_dict(optimizer, entries)
-        is_late = optimizer in self._parts.late.optimizers
-        return self._parts.late.whole(optimizer) if is_late else optimizer.state_dict()
+        local_model, is_late = self._parts.local_model, optimizer in self._parts.late.optimizers
+        if local_model is None or is_late:  # global rank 0 has all of it
+            if not self.is_first:
+                return {}
+            return self._parts.late.whole(optimizer) if is_late else optimizer.state_dict()
+        with self._parts.views.put_aside():  # on all ranks: it is collective
+            entries = (take or full.collect)(full.spread_optimizer_state(local_model.holdings, optimizer))
+            return full.whole_optimizer_state_dict(optimizer, entries) if self.is_first else {}
 
     def full_gradients(self, take: full.Take | None = None) -> dict[str, Tensor]:
         """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.

@@ -29,10 +29,14 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, library_of, pretrained_parts
+from smp_strategy.integrations.saved_models.pretrained_calls import (
+    PretrainedCalls,
+    StateDictCalls,
+    library_of,
+    pretrained_parts,
+)
 from smp_strategy.integrations.saved_models.shared_states import on_every_rank, sent_to_writers
 from smp_strategy.integrations.saved_models.spread_saving import (
     FileNotes,

@@ -16,12 +16,12 @@ change them.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import Readable, stored_tensor
+from smp_strategy.checkpoint.sources import MARK, SPREAD, Readable, put, stored_tensor, with_spread
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
 from smp_strategy.errors import CheckpointError
@@ -35,8 +35,7 @@ __all__ = [
     "split_checkpoint",
 ]
 
-_MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
-_MARK: Final = "smp_strategy/spread"
+_MODULE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 class Directory(Readable, Protocol):
@@ -62,10 +61,10 @@ def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         if not isinstance(leaf, HeldTensor):
             return leaf
         found[str(len(found))] = leaf
-        return {_MARK: str(len(found) - 1)}
+        return {MARK: str(len(found) - 1)}
 
     rest = pytree.tree_map(mark, rest, is_leaf=_is_held)
-    return {**state, _SPREAD: found} if found else state, rest
+    return {**state, SPREAD: found} if found else state, rest
 
 
 def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,15 +78,8 @@ def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any
     values: dict[str, Any] = {name: stored_tensor(stored, name) for name in stored.tensors}
     values.update(stored.read_objects(stored.objects))
     for name, value in values.items():
-        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
-        inside = parts
-        for key in way:
-            inside = inside.setdefault(key, {})
-        inside[last] = value
-    spread = parts.pop(_SPREAD, {})
-    whole: dict[str, Any] = pytree.tree_map(
-        lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
-    )
+        put(parts, _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name], value)
+    whole = with_spread(rest, parts)
     return collect_optimizers({**whole, **parts})
 
 
@@ -142,10 +134,6 @@ def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _is_held(node: Any) -> bool:
     return isinstance(node, HeldTensor)
-
-
-def _is_mark(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == {_MARK}
 
 
 def _is_optimizer(key: Any) -> bool:
