@@ -151,10 +151,10 @@ class StoredValues:
 
 
 def stored_tensor(source: Readable, name: str) -> DeferredTensor:
-    """The tensor named ``name`` in ``source``; its values are read when they are needed."""
+    """The tensor named ``name`` in ``source``; its values are read, and kept, at the first use but ``copy_`` from it."""
     described = source.tensors[name]
     like = torch.empty(described.shape, dtype=described.dtype, device="meta")
-    return defer(like, torch.device("cpu"), StoredValues(source, name))
+    return defer(like, torch.device("cpu"), StoredValues(source, name), keeps=True)
 
 
 def put(tree: dict[Any, Any], way: Sequence[Any], value: Any) -> None:

@@ -25,8 +25,10 @@ class DeferredMemory:
         compute: Computes the values, in new memory.
         run: Computes a run of them, if the memory is row-major.
         origin: What reads the values, if they are not computed.
+        keeps: Whether the first use keeps the values, and results of operations are ordinary tensors.
 
     Attributes:
+        keeps: As given.
         kept: Values that are kept for good; ``None``: they are computed when needed.
         is_changed: Whether values that are kept are no longer those that ``compute`` gives.
         history: Noted changes, as text.
@@ -37,10 +39,13 @@ class DeferredMemory:
         compute: "Callable[[Known], Tensor]",
         run: "ReadRun | None" = None,
         origin: Callable[[], Tensor] | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._compute = compute
         self._run = run
         self._origin = origin
+        self.keeps = keeps
         self.kept: Tensor | None = None
         self.is_changed = False
         self.history: list[str] = []

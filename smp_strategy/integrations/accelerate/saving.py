@@ -41,7 +41,6 @@ from smp_strategy.integrations.saved_models.shared_states import on_every_rank, 
 from smp_strategy.integrations.saved_models.spread_saving import (
     FileNotes,
     SpreadModel,
-    gathered_state,
     spread_model,
     write_together,
 )
@@ -160,8 +159,7 @@ class SavingHooks(HookBase):
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
         """Gather the full state dict on global rank 0. Collective."""
         meet(call)
-        with self._smp_aside():
-            return gathered_state(self.smp.engine, path)
+        return SpreadModel(self.smp.engine, path, self._smp_aside).gathered_on_first()
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
