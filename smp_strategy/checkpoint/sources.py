@@ -151,7 +151,7 @@ class StoredValues:
 
 
 def stored_tensor(source: Readable, name: str) -> DeferredTensor:
-    """The tensor named ``name`` in ``source``; its values are read, and kept, at the first use but ``copy_`` from it."""
+    """The tensor named ``name`` in ``source``; its first use but ``copy_`` from it reads the values, and keeps them."""
     described = source.tensors[name]
     like = torch.empty(described.shape, dtype=described.dtype, device="meta")
     return defer(like, torch.device("cpu"), StoredValues(source, name), keeps=True)
