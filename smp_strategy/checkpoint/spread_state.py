@@ -1,18 +1,23 @@
-"""Whole tensors in files, from a state dict that is spread over ranks: no rank ever has more than one of them.
+"""Whole tensors from a state that is spread over ranks, whatever they are for: memory, or files of any kind.
+
+Ranks tell each other once which rectangles they have. So all know who sends what, and :meth:`SpreadState.collected`
+brings one whole tensor to one rank, which takes what it has itself from where it is. Who asks for it is a *sink*::
+
+    SpreadState.on_first, on_all_ranks    new memory of global rank 0, or of every rank
+    torch_file.write_torch_file           its place in a file of ``torch.save``
+    SpreadState.write                     its place in a file of safetensors
 
 A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
 (:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
-are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together, and writes it
-to its place in the file. What it has itself is written from where it is.
+are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together.
 
 [Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
 it. All ranks compare notes after each round of about a GiB, and stop then.
 
-Plan of a save to files of whole tensors: which rank writes a file, and in what order tensors are gathered.
-
-A file has one writer, a rank that has as much of it as any other. A file is written in *portions*: the tensors that are
-made of the same entries of the state dict, since these are gathered once for all of them. Portions of different
-writers take turns, so that all writers are at work, and all ranks know the order, so that sends and receives match.
+A file of safetensors has one writer, a rank that has as much of it as any other. It is written in *portions*: the
+tensors that are made of the same entries of the state dict, since these are gathered once for all of them. Portions of
+different writers take turns, so that all writers are at work, and all ranks know the order, so that sends and receives
+match.
 """
 
 import contextlib
@@ -270,12 +275,13 @@ class SpreadState:
 
     def on_all_ranks(self) -> "OrderedDict[str, Any]":
         """The whole state dict on every rank, with new tensors on the host. Collective."""
-        first, found = self.on_first(), dict[str, Tensor]()
-        for name, info in self.tensors().items():
-            found[name] = first.get(name, torch.empty(0))
-            if not first:
-                found[name] = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-            collectives.broadcast(found[name], 0, group=None, doing=_STATE).wait()
+        first = self.on_first()
+        found = {
+            name: first[name] if first else torch.empty(info.shape, dtype=info.dtype, device="cpu")
+            for name, info in self.tensors().items()
+        }
+        for tensor in found.values():
+            collectives.broadcast(tensor, 0, group=None, doing=_STATE).wait()
         return self.entries(found)
 
     def write(self, files: Sequence[PlannedFile], folder: Path, *, writers: Sequence[int]) -> None:
