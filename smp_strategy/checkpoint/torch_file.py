@@ -32,7 +32,7 @@ from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["UnfilledState", "new_file", "write_torch_file"]
+__all__ = ["UnfilledState", "new_file", "without_checksums", "write_torch_file"]
 
 _WRITER: Final = 0
 _DESCRIPTOR: Final = b"PK\x07\x08"
@@ -115,6 +115,17 @@ def new_file(path: Path) -> Iterator[ListeningFile]:
         yield ListeningFile(file)
 
 
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Context in which ``torch.save`` computes no checksums."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 @final
 class _LaidOutFile:
     """File of ``torch.save`` with room for the values of some tensors; those of others are there.
@@ -129,11 +140,8 @@ class _LaidOutFile:
         self._sink = sink
         self._has_checksums = get_crc32_options()
         layout = _LayoutSink(sink, {tensor.data_ptr(): tensor.nbytes for _, tensor in unfilled})
-        set_crc32_options(False)  # they would read all the memory
-        try:
+        with without_checksums():  # they would read all the memory
             torch.save(content, layout)  # type: ignore[arg-type] # only `write` and `flush` are used
-        finally:
-            set_crc32_options(self._has_checksums)
         self._offsets, self._checksums = layout.offsets, layout.checksums
         if lost := [name for name, tensor in unfilled if tensor.data_ptr() not in self._offsets]:
             raise CheckpointError(f"`{min(lost)}` would have no values: the object in the file has a copy, or nothing.")

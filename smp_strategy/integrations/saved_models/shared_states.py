@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.checkpoint.torch_file import without_checksums
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike
 
@@ -71,7 +72,7 @@ class _Room:
             # Views of larger memory get memory of their own, which files and safetensors expect.
             dense = snapshot(state, lambda tensor: tensor.untyped_storage().nbytes() == tensor.nbytes)
             path = self._opened(sum(leaf.nbytes for leaf in pytree.tree_leaves(dense) if isinstance(leaf, Tensor)))
-            with open(path, "r+b") as file:
+            with open(path, "r+b") as file, without_checksums():
                 torch.save(dense, file)
                 file.truncate()
         except BaseException:
