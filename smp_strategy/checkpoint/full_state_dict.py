@@ -42,9 +42,13 @@ __all__ = [
 Take: TypeAlias = Callable[[SpreadState], OrderedDict[str, Any]]
 
 
-def collect(spread: SpreadState) -> "OrderedDict[str, Any]":
-    """All entries of ``spread`` on global rank 0, tensors in new memory on the host; none elsewhere. Collective."""
-    return spread.on_first()
+def collect(state: SpreadState | Mapping[str, Any]) -> "OrderedDict[str, Any]":
+    """All entries of ``state`` on global rank 0, tensors in new memory on the host; none elsewhere. Collective.
+
+    Args:
+        state: What ranks have, or this rank's entries of it.
+    """
+    return (state if isinstance(state, SpreadState) else SpreadState(state, ())).on_first()
 
 
 def state_dict(holdings: LocalShards, take: Take) -> "OrderedDict[str, Any]":

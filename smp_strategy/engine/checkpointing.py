@@ -246,7 +246,7 @@ class SavedState:
             return {name: tensors[name].detach() for name in names} if self.is_first else {}
         with self._parts.views.put_aside():
             local_model.settle()
-            return full.collect(SpreadState(named_state(local_model.holdings, names), ()))
+            return full.collect(named_state(local_model.holdings, names))
 
     @property
     def is_first(self) -> bool:
