@@ -101,9 +101,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint without one tensor",
-        "checkpoint/full_state_dict.py",
-        "    mine = {name: offer_of(value) for name, value in state.items()}\n",
-        "    mine = {name: offer_of(value) for name, value in list(state.items())[1:]}\n",
+        "checkpoint/spread_state.py",
+        "        mine = {name: EntryOffer.of(value) for name, value in state.items()}\n",
+        "        mine = {name: EntryOffer.of(value) for name, value in list(state.items())[1:]}\n",
         ("tests/parity/test_pipeline.py",),
     ),
 ]

@@ -6,11 +6,11 @@ In reading order:
 state_dict           Sharded state dicts of module, optimizers and gradients: names, whole shapes, local rectangles.
 storage              The files: sharded folders and full files, with digests, replaced atomically.
 load                 Each rank loads its shards from a source: a folder, or a state in memory.
-sources              Sources in memory: full state dicts, loaded ones that hooks have edited; lazy tensors.
-full_state_dict      Gathers the full state on global rank 0, for one ordinary file; takes shares of full state.
+sources              Sources in memory: full state dicts, loaded ones that hooks have edited; tensors of a folder.
+spread_state         Whole tensors from the ranks' shards, one at a time, for memory and for files; safetensors.
 stand_in             Tensors without values that remember how these are made: a state dict for code that edits it.
-spread_state         Plans and writes files of whole tensors from the ranks' shards, one tensor at a time.
-torch_file           Writes one file of ``torch.save`` from the ranks' shards, one tensor at a time.
+torch_file           The place of a whole tensor in a file of ``torch.save``.
+full_state_dict      Full state dicts as a single process has them; takes shares of full state.
 restore_module       Gives every rank the whole module back at the end of a run.
 convert              Other formats: read and write them (SageMaker, safetensors, Hugging Face, DCP, torch.save).
 tools                The commands ``smp inspect``, ``verify``, ``export``, ``import``.

@@ -1,29 +1,39 @@
 """Sources in memory: a full state dict, or a loaded one that the user's hooks may have edited.
 
-Entries of an edited state that nobody has used are :class:`LazyStoredTensor` still: each rank reads its shards of them
-straight to their place, whatever their names are by now. Values of the others are taken from memory.
-
-Lazy tensor of a checkpoint: shape and dtype are known, values are read at the first use.
-
 A loaded state passes through the user's hooks, which look at names and shapes, drop or rename entries, and sometimes
-use values. So a folder is offered like an ordinary file, as a dict of tensors. The first use reads the values and keeps
-them. The most frequent use, ``copy_`` into a parameter, reads them without keeping them, so that loading a model tensor
-by tensor never needs memory for two.
+use values. So a folder is offered like an ordinary file, as a dict of tensors, which are deferred
+(:mod:`smp_strategy.model.deferred_tensor`). Each rank reads its shards of those that nobody has changed straight to
+their place, whatever their names are by now. Values of the others are computed, or taken from memory.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any, Protocol, final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source
-from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.deferred_tensor import DeferredTensor, defer
 
-__all__ = ["EditedState", "WholeState", "flattened", "Readable", "LazyStoredTensor"]
+__all__ = [
+    "EditedState",
+    "WholeState",
+    "flattened",
+    "Readable",
+    "put",
+    "stored_tensor",
+    "with_spread",
+    "MARK",
+    "SPREAD",
+]
+
+SPREAD: Final = "spread"
+"""Key of tensors of ranks that are nested in the rest of a checkpoint, by their numbers."""
+MARK: Final = "smp_strategy/spread"
+"""Key of the placeholder of such a tensor in the rest: ``{MARK: <number>}``."""
 
 
 @final
@@ -103,10 +113,11 @@ class EditedState:
         others: dict[str, HeldTensor] = {}
         for name, held in wanted.items():
             tensor = self._entries.get(name)
-            if isinstance(tensor, LazyStoredTensor) and not tensor.is_read:
-                of_source = unread.setdefault(tensor.source, {})
-                if tensor.stored_as not in of_source:
-                    of_source[tensor.stored_as] = held
+            values = tensor.origin if isinstance(tensor, DeferredTensor) else None
+            if isinstance(values, StoredValues):
+                of_source = unread.setdefault(values.source, {})
+                if values.name not in of_source:
+                    of_source[values.name] = held
                     continue
             others[name] = held
         for source, of_source in unread.items():
@@ -118,30 +129,6 @@ class EditedState:
         return self._whole.read_objects(names)
 
 
-_PROPERTIES: Any = Tensor
-# Functions that need no values.
-_KNOWN = frozenset(
-    {
-        *(_PROPERTIES.shape.__get__, _PROPERTIES.dtype.__get__, _PROPERTIES.layout.__get__, _PROPERTIES.ndim.__get__),
-        *(_PROPERTIES.requires_grad.__get__, _PROPERTIES.is_leaf.__get__, _PROPERTIES.itemsize.__get__),
-        *(_PROPERTIES.is_sparse.__get__, _PROPERTIES.is_quantized.__get__, _PROPERTIES.grad_fn.__get__),
-        *(_PROPERTIES.nbytes.__get__, _PROPERTIES._version.__get__),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
-        *(Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
-    }
-)
-# Properties as those of a tensor in host memory; the subclass itself is on the meta device.
-_PLACE = {
-    _PROPERTIES.device.__get__: torch.device("cpu"),
-    _PROPERTIES.is_meta.__get__: False,
-    _PROPERTIES.is_cpu.__get__: True,
-    Tensor.get_device: -1,
-}
-# Functions that return the tensor itself, unread.
-_ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
-
-
 class Readable(Source, Protocol):
     """Source that can read whole tensors."""
 
@@ -150,55 +137,44 @@ class Readable(Source, Protocol):
 
 
 @final
-class LazyStoredTensor(Tensor):
-    """Tensor subclass whose values are in a checkpoint. Results of operations are ordinary tensors."""
+@dataclass(frozen=True, eq=False)
+class StoredValues:
+    """Values of a tensor in a checkpoint, to be read when they are needed."""
 
     source: Readable
-    """Checkpoint that has the values."""
-    stored_as: str
+    name: str
     """Name of the tensor in ``source``."""
-    _value: Tensor | None
 
-    @staticmethod
-    def of(source: Readable, name: str) -> "LazyStoredTensor":
-        """The tensor named ``name`` in ``source``."""
-        described = source.tensors[name]
-        tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(LazyStoredTensor)
-        tensor.source, tensor.stored_as, tensor._value = source, name, None
-        return tensor
+    def __call__(self) -> Tensor:
+        """Read them."""
+        return self.source.read(self.name)
 
-    def value(self) -> Tensor:
-        """The ordinary tensor, which is kept: later uses see changes of it."""
-        if self._value is None:
-            self._value = self._fresh_value()
-        return self._value
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the values were handed out, and may have been changed."""
-        return self._value is not None
+def stored_tensor(source: Readable, name: str) -> DeferredTensor:
+    """The tensor named ``name`` in ``source``; its first use but ``copy_`` from it reads the values, and keeps them."""
+    described = source.tensors[name]
+    like = torch.empty(described.shape, dtype=described.dtype, device="meta")
+    return defer(like, torch.device("cpu"), StoredValues(source, name), keeps=True)
 
-    def _fresh_value(self) -> Tensor:
-        return self.source.read(self.stored_as)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _PLACE:
-            return _PLACE[func]
-        if func in _KNOWN:
-            with plain_functions():
-                return func(*args, **kwargs)
-        if func in _ALIKE:
-            return args[0]
-        if func == Tensor.copy_ and not isinstance(args[0], LazyStoredTensor) and len(args) > 1:
-            other = args[1]
-            values = other._fresh_value() if other._value is None else other._value
-            return func(args[0], values, *args[2:], **kwargs)
-        args, kwargs = pytree.tree_map_only(LazyStoredTensor, lambda tensor: tensor.value(), (args, kwargs))
-        return func(*args, **kwargs)
+def put(tree: dict[Any, Any], way: Sequence[Any], value: Any) -> None:
+    """Put an entry into nested dicts, under the keys ``way``."""
+    *outer, last = way
+    for key in outer:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype})"
+
+def with_spread(rest: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """``rest`` with the tensors of :data:`SPREAD`, which are taken out of ``tree``, in the place of their marks."""
+    if not any(map(_is_mark, pytree.tree_leaves(dict(rest), is_leaf=_is_mark))):
+        return dict(rest)
+    spread = tree.pop(SPREAD, {})
+    found: dict[str, Any] = pytree.tree_map(
+        lambda node: spread[node[MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
+    )
+    return found
+
+
+def _is_mark(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {MARK}

@@ -1,24 +1,29 @@
-"""Whole tensors in files, from a state dict that is spread over ranks: no rank ever has more than one of them.
+"""Whole tensors from a state that is spread over ranks, whatever they are for: memory, or files of any kind.
+
+Ranks tell each other once which rectangles they have. So all know who sends what, and :meth:`SpreadState.collected`
+brings one whole tensor to one rank, which takes what it has itself from where it is. Who asks for it is a *sink*::
+
+    SpreadState.on_first, on_all_ranks    new memory of global rank 0, or of every rank
+    torch_file.write_torch_file           its place in a file of ``torch.save``
+    SpreadState.write                     its place in a file of safetensors
 
 A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
 (:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
-are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together, and writes it
-to its place in the file. What it has itself is written from where it is.
+are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together.
 
 [Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
 it. All ranks compare notes after each round of about a GiB, and stop then.
 
-Plan of a save to files of whole tensors: which rank writes a file, and in what order tensors are gathered.
-
-A file has one writer, a rank that has as much of it as any other. A file is written in *portions*: the tensors that are
-made of the same entries of the state dict, since these are gathered once for all of them. Portions of different
-writers take turns, so that all writers are at work, and all ranks know the order, so that sends and receives match.
+A file of safetensors has one writer, a rank that has as much of it as any other. It is written in *portions*: the
+tensors that are made of the same entries of the state dict, since these are gathered once for all of them. Portions of
+different writers take turns, so that all writers are at work, and all ranks know the order, so that sends and receives
+match.
 """
 
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, final
 
@@ -26,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.checkpoint.full_state_dict import EntryOffer, merged, offer_of
 from smp_strategy.checkpoint.stand_in import DeferredOperation, EntryRecipe, Recipe, StandIn, entries_of, value_of
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed import watched_collectives as collectives
@@ -36,10 +40,53 @@ from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.model.shard_layout import Rectangle
 
-__all__ = ["SpreadState", "PlannedFile", "PlannedTensor", "assign_writers", "in_rounds", "portions_in_turn"]
+__all__ = [
+    "FirstError",
+    "PlannedFile",
+    "PlannedTensor",
+    "SpreadState",
+    "assign_writers",
+    "each_in_turn",
+    "in_rounds",
+    "portions_in_turn",
+]
 
 
 T = TypeVar("T")
+_PART: Final = "a part of a tensor that another rank writes"
+_STATE: Final = "a state that rank 0 has collected"
+
+
+class EntryOffer(NamedTuple):
+    """One rank's share of one entry of a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """``None``: the entry is no tensor."""
+    aliases: tuple[str, ...]
+    rectangles: tuple[Rectangle, ...]
+    value: Any = None
+    """Value of an entry that is no tensor."""
+
+    @classmethod
+    def of(cls, value: Any) -> "EntryOffer":
+        """The offer of an entry that this rank has."""
+        if not isinstance(value, HeldTensor):
+            return cls((), None, (), (), value.value if isinstance(value, WholeObject) else value)
+        return cls(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
+
+
+def _merged(lists: Iterable[Iterable[str]]) -> list[str]:
+    """All names in an order that agrees with each list where possible: a rank may have entries that others never
+    see."""
+    merged: list[str] = []
+    known: set[str] = set()
+    for names in map(list, lists):
+        for before, name in zip([None, *names], names, strict=False):
+            if name not in known:
+                merged.insert(merged.index(before) + 1 if before is not None else 0, name)
+                known.add(name)
+    return merged
 
 
 class PlannedTensor(NamedTuple):
@@ -125,12 +172,52 @@ def in_rounds(parts: Sequence[T], sizes: Sequence[int], most: int = 1 << 30) -> 
         yield parts[begin:]
 
 
-_PART: Final = "a part of a tensor that another rank writes"
+@final
+class FirstError:
+    """The first error of a rank that writes; see [Note: errors of writers]."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do ``action``, unless an earlier one has failed."""
+        if self._error is None:
+            try:
+                action()
+            except Exception as error:
+                self._error = error
+
+    def complain(self) -> None:
+        """Raise the error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+
+def each_in_turn(
+    parts: Sequence[T], sizes: Sequence[int], write: Callable[[T], None], errors: FirstError, doing: str
+) -> None:
+    """Call ``write`` for each part, in which ranks send and receive; all stop after a round with an error. Collective.
+
+    Args:
+        parts: All parts, the same on all ranks.
+        sizes: Bytes of each.
+        write: Gathers a part, and writes it on one rank, which keeps what goes wrong in ``errors``.
+        errors: That of this rank.
+        doing: What this is, for messages.
+
+    Raises:
+        PeerFailedError: another rank could not write.
+    """
+    for parts_of_round in in_rounds(parts, sizes):
+        with alike(doing):
+            for part in parts_of_round:
+                write(part)
+            errors.complain()
 
 
 @final
 class SpreadState:
-    """State dict of a partitioned module. Construction is collective over all ranks.
+    """State dict of which each rank has a share. Construction is collective over all ranks.
 
     Args:
         state: Entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor`
@@ -140,12 +227,12 @@ class SpreadState:
 
     def __init__(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
         self._state = state
-        mine = {name: offer_of(value) for name, value in state.items()}
+        mine = {name: EntryOffer.of(value) for name, value in state.items()}
         self._offers = collectives.gather_objects(mine, "the collection of a state")
         first = {name: offer for offers in reversed(self._offers) for name, offer in offers.items()}
         self._first: dict[str, EntryOffer] = first
         self._home = {alias: name for name, offer in first.items() for alias in (name, *offer.aliases)}
-        found = merged([names, *self._offers])
+        found = _merged([names, *self._offers])
         self._names = [name for name in found if name in self._home]
         self._names += [name for name in self._home if name not in found]
 
@@ -180,6 +267,23 @@ class SpreadState:
         offer = self._first[home]
         return None if offer.dtype is None else LocalTensorInfo(tuple(offer.shape), offer.dtype)
 
+    def on_first(self) -> "OrderedDict[str, Any]":
+        """The whole state dict on global rank 0, with new tensors on the host; an empty one elsewhere. Collective."""
+        # Not in the order of `self._names`, to which each rank contributes names of its own module.
+        found = {name: self.collected(name, 0, is_new=True) for name in self.tensors()}
+        return self.entries(found) if dist.get_rank() == 0 else OrderedDict()
+
+    def on_all_ranks(self) -> "OrderedDict[str, Any]":
+        """The whole state dict on every rank, with new tensors on the host. Collective."""
+        first = self.on_first()
+        found = {
+            name: first[name] if first else torch.empty(info.shape, dtype=info.dtype, device="cpu")
+            for name, info in self.tensors().items()
+        }
+        for tensor in found.values():
+            collectives.broadcast(tensor, 0, group=None, doing=_STATE).wait()
+        return self.entries(found)
+
     def write(self, files: Sequence[PlannedFile], folder: Path, *, writers: Sequence[int]) -> None:
         """Write ``files`` to ``folder``. Collective over all ranks.
 
@@ -195,16 +299,18 @@ class SpreadState:
         portions = portions_in_turn(files, writer_of)
         sizes = [sum(self.num_bytes(name) for name in portion.entries) for portion in portions]
         rank = dist.get_rank()
+        errors = FirstError()
         pen = _Pen(folder, {number: file for number, file in enumerate(files) if writer_of[number] == rank})
+        errors.attempt(pen.write_empty)
+
+        def write(portion: Portion) -> None:
+            found = {name: self.collected(name, writer_of[portion.file]) for name in portion.entries}
+            values = {name: value for name, value in found.items() if value is not None}
+            if writer_of[portion.file] == rank:
+                errors.attempt(lambda: pen.write(portion, values))
+
         try:
-            for portions_of_round in in_rounds(portions, sizes):
-                with alike(f"writing to {folder}"):
-                    for portion in portions_of_round:
-                        values = self._gathered(portion, writer_of[portion.file])
-                        if values is not None:
-                            pen.write(portion, values)
-                        del values  # before the next ones are gathered
-                    pen.complain()
+            each_in_turn(portions, sizes, write, errors, f"writing to {folder}")
         finally:
             pen.close()
 
@@ -226,29 +332,31 @@ class SpreadState:
             for offers in self._offers
         ]
 
-    def _gathered(self, portion: Portion, writer: int) -> dict[str, Tensor] | None:
-        """The entries of ``portion`` on its writer; ``None`` elsewhere."""
-        is_here = dist.get_rank() == writer
-        found = {name: self.collected(name, writer) for name in portion.entries}
-        return {name: value for name, value in found.items() if value is not None} if is_here else None
+    def collected(self, name: str, writer: int, *, is_new: bool = False) -> Tensor | None:
+        """The whole tensor ``name`` on rank ``writer``, ``None`` elsewhere. Collective over the ranks that have it.
 
-    def collected(self, name: str, writer: int) -> Tensor | None:
-        """The whole tensor ``name`` on rank ``writer``, ``None`` elsewhere. Collective over the ranks that have it."""
+        Values go straight to their place in the result.
+
+        Args:
+            name: First name of the tensor.
+            writer: Rank that gets it.
+            is_new: Whether it is in new memory on the host, also if the writer has all of it.
+        """
         info, is_here = self._info(name), dist.get_rank() == writer
         assert info is not None
-        sources = self._sources(name, writer)
+        sources, doing = self._sources(name, writer), "a part of a state" if is_new else _PART
         whole = Rectangle((0,) * len(info.shape), info.shape)
-        if list(sources) == [whole] and sources[whole][0] == writer:
+        if not is_new and list(sources) == [whole] and sources[whole][0] == writer:
             return self._block(name, sources[whole][1]) if is_here else None
         result = torch.empty(info.shape, dtype=info.dtype, device="cpu") if is_here else None
         for rectangle, (source, number) in sources.items():
             if result is None:
                 if source == dist.get_rank():
-                    collectives.send(self._block(name, number).cpu().contiguous(), writer, _PART)
+                    collectives.send(self._block(name, number).cpu().contiguous(), writer, doing)
             elif source == writer:
                 rectangle.view_of(result).copy_(self._block(name, number))
             else:
-                _receive(rectangle.view_of(result), source)
+                _receive(rectangle.view_of(result), source, doing)
         return result
 
     def _sources(self, name: str, writer: int) -> dict[Rectangle, tuple[int, int]]:
@@ -267,57 +375,32 @@ class SpreadState:
         return held.blocks[number].tensor.detach()
 
 
-def _receive(place: Tensor, source: int) -> None:
+def _receive(place: Tensor, source: int, doing: str) -> None:
     if place.is_contiguous():
-        collectives.receive(place, source, _PART)
+        collectives.receive(place, source, doing)
         return
     received = torch.empty(place.shape, dtype=place.dtype, device="cpu")
-    collectives.receive(received, source, _PART)
+    collectives.receive(received, source, doing)
     place.copy_(received)
 
 
 class _Pen:
-    """Files that this rank writes. It remembers its first error; see [Note: errors of writers]."""
+    """Safetensors files that this rank writes."""
 
     def __init__(self, folder: Path, files: Mapping[int, PlannedFile]) -> None:
         self._folder = folder
         self._files = files
         self._left = {number: len(file.tensors) for number, file in files.items()}
         self._open: dict[int, SafetensorsFile] = {}
-        self._error: Exception | None = None
-        for number, file in files.items():
+
+    def write_empty(self) -> None:
+        """Write the files that have no tensors."""
+        for number, file in self._files.items():
             if not file.tensors:
-                self._try(lambda number=number: self._begin(number).close())
+                self._begin(number).close()
 
     def write(self, portion: Portion, values: Mapping[str, Tensor]) -> None:
         """Write the tensors of ``portion``, which are made of ``values``."""
-        self._try(lambda: self._write(portion, values))
-
-    def complain(self) -> None:
-        """Raise the first error."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Close files that are incomplete, because of an error that is raised already."""
-        for file in self._open.values():
-            with contextlib.suppress(OSError):
-                file.close()
-        self._open.clear()
-
-    def _try(self, action: Any) -> None:
-        if self._error is None:
-            try:
-                action()
-            except Exception as error:
-                self._error = error
-
-    def _begin(self, number: int) -> SafetensorsFile:
-        file = self._files[number]
-        infos = {name: tensor.info for name, tensor in file.tensors.items()}
-        return SafetensorsFile(self._folder / file.name, infos, file.metadata)
-
-    def _write(self, portion: Portion, values: Mapping[str, Tensor]) -> None:
         if portion.file not in self._open:
             self._open[portion.file] = self._begin(portion.file)
         file, tensors = self._open[portion.file], self._files[portion.file].tensors
@@ -328,3 +411,15 @@ class _Pen:
         self._left[portion.file] -= len(portion.names)
         if not self._left[portion.file]:
             self._open.pop(portion.file).close()
+
+    def close(self) -> None:
+        """Close files that are incomplete, because of an error that is raised already."""
+        for file in self._open.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._open.clear()
+
+    def _begin(self, number: int) -> SafetensorsFile:
+        file = self._files[number]
+        infos = {name: tensor.info for name, tensor in file.tensors.items()}
+        return SafetensorsFile(self._folder / file.name, infos, file.metadata)

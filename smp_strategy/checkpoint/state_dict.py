@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject, with_aliases
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
 from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.data_parallel.sharded_module import ShardedModule
@@ -109,24 +109,23 @@ class LocalShards:
             return (self._sharded.own_piece(parameter).numel,)
         return tuple(self._part_shape(parameter))
 
-    def held(self, parameter: nn.Parameter, local: Tensor, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
+    def held(self, parameter: nn.Parameter, local: Tensor) -> HeldTensor:
         """The sharded tensor of which this rank has ``local``, with one value per element of ``parameter``.
 
         Args:
             parameter: Parameter that this rank holds.
             local: This rank's values, of :meth:`local_shape`.
-            aliases: Further names of the tensor.
         """
         start = None
         if self._sharded is not None and self._sharded.has(parameter):
             start = self._sharded.own_piece(parameter).start
-        return self._held(parameter, self._blocks(parameter, local, start), local.dtype, aliases)
+        return self._held(parameter, self._blocks(parameter, local, start), local.dtype)
 
-    def values(self, parameter: nn.Parameter, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
+    def values(self, parameter: nn.Parameter) -> HeldTensor:
         """Values of ``parameter`` that this rank, which holds it, updates."""
         if self._sharded is not None and self._sharded.has(parameter):
-            return self.held(parameter, self._sharded.own_values(parameter), aliases=aliases)
-        return self.held(parameter, parameter.detach(), aliases=aliases)
+            return self.held(parameter, self._sharded.own_values(parameter))
+        return self.held(parameter, parameter.detach())
 
     def to_fill(self, parameter: nn.Parameter) -> HeldTensor:
         """All memory of this rank for values of ``parameter``, to be filled on all ranks alike."""
@@ -134,7 +133,7 @@ class LocalShards:
             return self.values(parameter)
         runs = self._sharded.runs_to_fill(parameter)
         blocks = (block for start, values in runs for block in self._blocks(parameter, values, start))
-        return self._held(parameter, blocks, parameter.dtype, ())
+        return self._held(parameter, blocks, parameter.dtype)
 
     def give_gradient(self, parameter: nn.Parameter, local: Tensor) -> None:
         """Set the gradient of ``parameter``, which is summed over ranks already."""
@@ -143,10 +142,8 @@ class LocalShards:
         elif self.is_updated_here(parameter) or not self._sharding.drops_gradients:
             parameter.grad = local
 
-    def _held(
-        self, parameter: Tensor, blocks: Iterable[HeldRectangle], dtype: torch.dtype, aliases: tuple[str, ...]
-    ) -> HeldTensor:
-        return HeldTensor(shape=self.whole_shape(parameter), dtype=dtype, blocks=tuple(blocks), aliases=aliases)
+    def _held(self, parameter: Tensor, blocks: Iterable[HeldRectangle], dtype: torch.dtype) -> HeldTensor:
+        return HeldTensor(shape=self.whole_shape(parameter), dtype=dtype, blocks=tuple(blocks))
 
     def _blocks(self, parameter: nn.Parameter, local: Tensor, start: int | None) -> Iterator[HeldRectangle]:
         """Rectangles of the whole that ``local`` is: this rank's part, or the run of its elements from ``start`` on."""
@@ -169,32 +166,30 @@ class LocalShards:
 
 def module_state(holdings: LocalShards) -> dict[str, Any]:
     """This rank's shards of the module's state dict."""
-    state: dict[str, Any] = {}
     with in_plain_sight():
-        found = holdings.module.state_dict(keep_vars=True)
-        aliases, same = _aliases(found)
-        for name, value in found.items():
-            if isinstance(value, nn.Parameter):
-                if name not in same and holdings.is_here(value):
-                    state[name] = holdings.values(value, aliases=aliases.get(name, ()))
-            elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
-                state[name] = HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
-    return state
+        return _shares(holdings, holdings.module.state_dict(keep_vars=True))
 
 
 def named_state(holdings: LocalShards, names: Iterable[str]) -> dict[str, Any]:
     """This rank's shards of some parameters and buffers, by their first names."""
-    state: dict[str, Any] = {}
     with in_plain_sight():
         tensors = {**dict(holdings.module.named_parameters()), **dict(holdings.module.named_buffers())}
-        for name in names:
-            value = tensors[name]
-            if isinstance(value, nn.Parameter):
-                if holdings.is_here(value):
-                    state[name] = holdings.values(value)
-            elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
-                state[name] = HeldTensor.whole(value.detach())
-    return state
+        return _shares(holdings, {name: tensors[name] for name in names})
+
+
+def _shares(holdings: LocalShards, values: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's shards of parameters, buffers and extra states, by their names."""
+    state: dict[str, Any] = {}
+    held: dict[nn.Parameter, HeldTensor] = {}
+    for name, value in values.items():
+        if isinstance(value, nn.Parameter):
+            if holdings.is_here(value):
+                if value not in held:
+                    held[value] = holdings.values(value)
+                state[name] = held[value]
+        elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
+            state[name] = _whole(value)
+    return with_aliases(state)
 
 
 def whole_module_state(module: nn.Module, *, is_first: bool) -> dict[str, Any]:
@@ -204,15 +199,19 @@ def whole_module_state(module: nn.Module, *, is_first: bool) -> dict[str, Any]:
         module: Module that is not partitioned.
         is_first: Whether this rank saves the state that may differ between ranks.
     """
-    found = module.state_dict(keep_vars=True)
-    aliases, same = _aliases(found)
-    return {
-        name: HeldTensor.whole(value.detach(), aliases=aliases.get(name, ()))
-        if isinstance(value, Tensor)
-        else WholeObject(value)
-        for name, value in found.items()
-        if name not in same and (is_first or isinstance(value, nn.Parameter))
-    }
+    state: dict[str, Any] = {}
+    held: dict[nn.Parameter, HeldTensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            state[name] = held.setdefault(value, HeldTensor.whole(value.detach()))
+        elif is_first:
+            state[name] = _whole(value)
+    return with_aliases(state)
+
+
+def _whole(value: Any) -> HeldTensor | WholeObject:
+    """A buffer or extra state."""
+    return HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
 
 
 def optimizer_state(
@@ -268,27 +267,6 @@ def gradient_state(holdings: LocalShards) -> dict[str, Any]:
                 local = gradient.piece if isinstance(gradient, ShardedGradient) else gradient
                 state[name] = holdings.held(parameter, local)
     return state
-
-
-def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Further names of tied parameters in a state dict, made with ``keep_vars``, with the first name of each.
-
-    Every rank knows every parameter, so they are the same on all ranks. Buffers may have been replaced.
-    """
-    first: dict[nn.Parameter, str] = {}
-    same = {}
-    for name, tensor in state.items():
-        if isinstance(tensor, nn.Parameter) and first.setdefault(tensor, name) != name:
-            same[name] = first[tensor]
-    return same
-
-
-def _aliases(state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Further names of each tied parameter by its first name, and the first name by each further one."""
-    same, aliases = _tied_names(state), dict[str, tuple[str, ...]]()
-    for name, first in same.items():
-        aliases[first] = (*aliases.get(first, ()), name)
-    return aliases, same
 
 
 def _in_whole(

@@ -8,7 +8,6 @@ record ``.data/serialization_id``, which ``torch.load`` only logs, does not depe
 Writing follows [Note: errors of writers] of :mod:`smp_strategy.checkpoint.spread_state`.
 """
 
-import ctypes
 import math
 import struct
 import zipfile
@@ -16,6 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from smp_strategy.checkpoint.spread_state import SpreadState, in_rounds
+from smp_strategy.checkpoint.spread_state import FirstError, SpreadState, each_in_turn
+from smp_strategy.checkpoint.storage.async_save import raw
 from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, values_at
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["UnfilledState", "new_file", "write_torch_file"]
+__all__ = ["UnfilledState", "new_file", "without_checksums", "write_torch_file"]
 
 _WRITER: Final = 0
 _DESCRIPTOR: Final = b"PK\x07\x08"
@@ -86,15 +87,15 @@ def write_torch_file(
             if dist.get_rank() == _WRITER:
                 sink = stack.enter_context(opened())
                 file = _LaidOutFile(sink, make(), [(name, state.tensors[name]) for state, name in parts])
-        for parts_of_round in in_rounds(parts, [state.spread.num_bytes(name) for state, name in parts]):
-            with alike(doing):
-                for state, name in parts_of_round:
-                    value = state.spread.collected(name, _WRITER)
-                    if file is not None and value is not None:
-                        file.fill(state.tensors[name], value)
-                    del value  # before the next one is gathered
-                if file is not None and file.error is not None:
-                    raise file.error
+        errors = FirstError()
+
+        def write(part: tuple[UnfilledState, str]) -> None:
+            state, name = part
+            value = state.spread.collected(name, _WRITER)
+            if file is not None and value is not None:
+                errors.attempt(partial(file.fill, state.tensors[name], value))
+
+        each_in_turn(parts, [state.spread.num_bytes(name) for state, name in parts], write, errors, doing)
         with alike(doing):
             if file is not None:
                 file.end()
@@ -107,17 +108,22 @@ def _unfilled(info: LocalTensorInfo) -> Tensor:
     return torch.empty(0, dtype=info.dtype, device="cpu").set_(storage).view(info.shape)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous tensor on the host. It must live while this is used."""
-    # Not `tensor.numpy()`: memory that numpy has seen cannot be resized any more, but shards are.
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 @contextmanager
 def new_file(path: Path) -> Iterator[ListeningFile]:
     """Context of a new file, for :func:`write_torch_file`."""
     with path.open("w+b") as file:
         yield ListeningFile(file)
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Context in which ``torch.save`` computes no checksums."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 @final
@@ -128,38 +134,25 @@ class _LaidOutFile:
         sink: New file.
         content: Object that it has.
         unfilled: Tensors in it without values, with names for messages.
-
-    Attributes:
-        error: First error of :meth:`fill`.
     """
 
     def __init__(self, sink: ListeningFile, content: Any, unfilled: Sequence[tuple[str, Tensor]]) -> None:
         self._sink = sink
         self._has_checksums = get_crc32_options()
-        self.error: Exception | None = None
         layout = _LayoutSink(sink, {tensor.data_ptr(): tensor.nbytes for _, tensor in unfilled})
-        set_crc32_options(False)  # they would read all the memory
-        try:
+        with without_checksums():  # they would read all the memory
             torch.save(content, layout)  # type: ignore[arg-type] # only `write` and `flush` are used
-        finally:
-            set_crc32_options(self._has_checksums)
         self._offsets, self._checksums = layout.offsets, layout.checksums
         if lost := [name for name, tensor in unfilled if tensor.data_ptr() not in self._offsets]:
             raise CheckpointError(f"`{min(lost)}` would have no values: the object in the file has a copy, or nothing.")
 
     def fill(self, unfilled: Tensor, value: Tensor) -> None:
-        """Write the values of a tensor. An error is kept in :attr:`error`, and nothing written after it."""
-        if self.error is not None:
-            return
-        try:
-            value = value.cpu().contiguous()
-            data = _bytes_of(value)
-            offset = self._offsets[unfilled.data_ptr()]
-            self._sink.put(offset, data)
-            if self._has_checksums:
-                self._checksums[offset] = zlib.crc32(data)
-        except Exception as error:
-            self.error = error
+        """Write the values of a tensor."""
+        data = raw(value.cpu().contiguous())
+        offset = self._offsets[unfilled.data_ptr()]
+        self._sink.put(offset, data)
+        if self._has_checksums:
+            self._checksums[offset] = zlib.crc32(data)
 
     def end(self) -> None:
         """Write the checksums of the zip archive, for which the values were missing."""

@@ -17,15 +17,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.full_state_dict import (
-    collect,
-    gradients,
-    held_optimizer_entries,
-    numbered,
-    numbers_of,
-    optimizer_state_dict,
-    whole_optimizer_state_dict,
-)
+from smp_strategy.checkpoint import full_state_dict as full
 from smp_strategy.checkpoint.load import (
     GRADIENTS,
     MODULE,
@@ -178,13 +170,10 @@ class SavedState:
 
     def spread_state(self) -> SpreadState:
         """State dict of the module, to be written to files of whole tensors that no rank has all of. Collective."""
-        return SpreadState(self.held_state(())[MODULE], self._plain_state_dict())
-
-    def _plain_state_dict(self) -> dict[str, Any]:
-        """The module's own state dict, with the values of this rank."""
+        held = self.held_state(())[MODULE]
         assert self._parts.module is not None
         with in_plain_sight():
-            return self._parts.module.state_dict(keep_vars=True)
+            return SpreadState(held, self._parts.module.state_dict(keep_vars=True))
 
     # In a file that no rank has as a whole
 
@@ -194,62 +183,9 @@ class SavedState:
         return self._parts.local_model is not None
 
     @property
-    def is_nowhere_whole(self) -> bool:
-        """Whether no rank has all values of the module."""
-        return self._parts.local_model is not None and self._parts.local_model.whole_on == "none"
-
-    @property
     def is_whole_on_first(self) -> bool:
         """Whether global rank 0 has all values of the module, and no other rank."""
         return self._parts.local_model is not None and self._parts.local_model.whole_on == "rank_zero"
-
-    def unfilled_state_dict(self) -> tuple[UnfilledState, dict[str, Any]]:
-        """Full state dict on global rank 0, ``{}`` elsewhere; its tensors get values in :meth:`write_filled` only.
-
-        Collective. The module must be whole nowhere.
-        """
-        with self._parts.views.put_aside():
-            unfilled = UnfilledState(self.spread_state())
-            state = unfilled.entries()
-            if state:
-                state._metadata = self._plain_state_dict()._metadata  # type: ignore[attr-defined]
-        return unfilled, state
-
-    def unfilled_optimizer_state(self, optimizer: Optimizer) -> UnfilledState | None:
-        """State of ``optimizer``, as :func:`held_optimizer_entries` names it, whose tensors get values later.
-
-        Collective.
-
-        Returns:
-            ``None``: global rank 0 has all of it.
-        """
-        local_model = self._parts.local_model
-        if optimizer in self._parts.late.optimizers or local_model is None:
-            return None
-        with self._parts.views.put_aside():
-            return UnfilledState(SpreadState(held_optimizer_entries(local_model.holdings, optimizer), ()))
-
-    def optimizer_state_with(self, unfilled: UnfilledState | None, optimizer: Optimizer) -> dict[str, Any]:
-        """Full ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere.
-
-        Args:
-            unfilled: Result of :meth:`unfilled_optimizer_state`, whose tensors it has.
-            optimizer: As there.
-        """
-        if unfilled is None:
-            return self.full_optimizer_state(optimizer)
-        with self._parts.views.put_aside():
-            return whole_optimizer_state_dict(optimizer, unfilled.entries()) if self.is_first else {}
-
-    def unfilled_gradients(self) -> UnfilledState:
-        """Accumulated gradients by names of parameters, as :meth:`full_gradients`, whose tensors get values later.
-
-        Collective. The module must be partitioned.
-        """
-        assert self._parts.local_model is not None
-        self._parts.reduce_gradients()
-        with self._parts.views.put_aside():
-            return UnfilledState(SpreadState(gradient_state(self._parts.local_model.holdings), ()))
 
     def write_filled(
         self,
@@ -276,21 +212,27 @@ class SavedState:
         Raises:
             PeerFailedError: global rank 0 could not write.
         """
-        unfilled = self.unfilled_optimizer_state(optimizer)
-        states = [] if unfilled is None else [unfilled]
-        make = partial(self.optimizer_state_with, unfilled, optimizer)
-        self.write_filled(states, make, partial(new_file, path), doing="saving the state of an optimizer")
+        unfilled: list[UnfilledState] = []
+        if self._parts.local_model is None or optimizer in self._parts.late.optimizers:
+            make = partial(self.full_optimizer_state, optimizer)
+        else:
+            with self._parts.views.put_aside():
+                unfilled.append(UnfilledState(full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)))
+            make = partial(full.whole_optimizer_state_dict, optimizer, unfilled[0].entries())
+        self.write_filled(unfilled, make, partial(new_file, path), doing="saving the state of an optimizer")
 
     # As a whole
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """State dict of the full module on global rank 0; ``{}`` elsewhere. Collective."""
+    # Entries are made by the argument `take`: it gathers them, unless it promises to do so later.
+
+    def full_state_dict(self, take: full.Take | None = None) -> dict[str, Any]:
+        """State dict of the full module on global rank 0; an empty one elsewhere. Collective."""
         assert self._parts.module is not None
         self._parts.delayed.refuse_saving()
         if self._parts.local_model is not None:
             with self._parts.views.put_aside():
-                return self._parts.local_model.full_state_dict()
-        return self._parts.module.state_dict() if self._parts.mesh.rank == 0 else {}
+                return self._parts.local_model.full_state_dict(take or full.collect)
+        return self._parts.module.state_dict() if self.is_first else {}
 
     def full_values(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of these parameters and buffers, by their first names, on global rank 0; ``{}`` elsewhere. Collective.
@@ -304,7 +246,7 @@ class SavedState:
             return {name: tensors[name].detach() for name in names} if self.is_first else {}
         with self._parts.views.put_aside():
             local_model.settle()
-            return collect(named_state(local_model.holdings, names))
+            return full.collect(named_state(local_model.holdings, names))
 
     @property
     def is_first(self) -> bool:
@@ -332,16 +274,18 @@ class SavedState:
                 stack.enter_context(split.whole_sizes())
             yield
 
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, take: full.Take | None = None) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
-        if optimizer in self._parts.late.optimizers:
-            return self._parts.late.whole(optimizer) if self._parts.mesh.rank == 0 else {}
-        if self._parts.local_model is None:
-            return optimizer.state_dict() if self._parts.mesh.rank == 0 else {}
-        with self._parts.views.put_aside():
-            return optimizer_state_dict(self._parts.local_model.holdings, optimizer)
+        local_model, is_late = self._parts.local_model, optimizer in self._parts.late.optimizers
+        if local_model is None or is_late:  # global rank 0 has all of it
+            if not self.is_first:
+                return {}
+            return self._parts.late.whole(optimizer) if is_late else optimizer.state_dict()
+        with self._parts.views.put_aside():  # on all ranks: it is collective
+            entries = (take or full.collect)(full.spread_optimizer_state(local_model.holdings, optimizer))
+            return full.whole_optimizer_state_dict(optimizer, entries) if self.is_first else {}
 
-    def full_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self, take: full.Take | None = None) -> dict[str, Tensor]:
         """Full accumulated gradients on global rank 0; ``{}`` elsewhere. Collective.
 
         They are summed up over ranks first; see :meth:`held_state`.
@@ -350,7 +294,7 @@ class SavedState:
             return {}
         self._parts.reduce_gradients()
         with self._parts.views.put_aside():
-            return gradients(self._parts.local_model.holdings)
+            return dict((take or full.collect)(SpreadState(gradient_state(self._parts.local_model.holdings), ())))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a full state dict; this rank keeps its part."""
@@ -363,7 +307,7 @@ class SavedState:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict; this rank keeps its part, from the first step on."""
-        self._load_optimizer(optimizer, numbered(state), 0, numbers_of(optimizer))
+        self._load_optimizer(optimizer, full.numbered(state), 0, full.numbers_of(optimizer))
 
     def load_gradients(self, state: Mapping[str, Tensor]) -> None:
         """Load full accumulated gradients; this rank keeps its part."""

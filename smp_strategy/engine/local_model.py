@@ -381,13 +381,13 @@ class LocalModel:
             self._split.to_dense()
         self.whole_on = where
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, take: full.Take) -> dict[str, Any]:
         """Full state dict on rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
         self.compare_updates()
         self.settle()
         if self.whole_on != "none":
             return self._module.state_dict() if self._mesh.rank == 0 else {}
-        return full.state_dict(self.holdings)
+        return full.state_dict(self.holdings, take)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
         """Load this rank's share of a full state dict, or all of it if the module is full here."""

@@ -24,16 +24,28 @@ class DeferredMemory:
     Args:
         compute: Computes the values, in new memory.
         run: Computes a run of them, if the memory is row-major.
+        origin: What reads the values, if they are not computed.
+        keeps: Whether the first use keeps the values, and results of operations are ordinary tensors.
 
     Attributes:
+        keeps: As given.
         kept: Values that are kept for good; ``None``: they are computed when needed.
         is_changed: Whether values that are kept are no longer those that ``compute`` gives.
         history: Noted changes, as text.
     """
 
-    def __init__(self, compute: "Callable[[Known], Tensor]", run: "ReadRun | None" = None) -> None:
+    def __init__(
+        self,
+        compute: "Callable[[Known], Tensor]",
+        run: "ReadRun | None" = None,
+        origin: Callable[[], Tensor] | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self._compute = compute
         self._run = run
+        self._origin = origin
+        self.keeps = keeps
         self.kept: Tensor | None = None
         self.is_changed = False
         self.history: list[str] = []
@@ -57,6 +69,11 @@ class DeferredMemory:
             if self._num_uses > _MOST_USES or value.numel() <= _MOST_CACHED:
                 self._cached = value
         return known[self]
+
+    @property
+    def origin(self) -> Callable[[], Tensor] | None:
+        """What reads these very values; ``None``: they are computed, changed, or have been handed out for good."""
+        return self._origin if self.kept is None and not self._changes else None
 
     @property
     def is_new(self) -> bool:

@@ -36,6 +36,8 @@ __all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "
 # * any other change gives the deferred tensor memory of its own for good, with all its views, since values may differ
 #   between ranks until those of rank 0 are sent to all. Values that it replaces are not read before.
 #
+# Tensors of a checkpoint that hooks of the user may see are kept at their first use, and results are ordinary tensors.
+#
 # The result is that of the same operations on ordinary tensors, bit for bit, since the same operations run.
 #
 # A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
@@ -89,6 +91,11 @@ class DeferredTensor(Tensor):
         return self._node.base.is_changed
 
     @property
+    def origin(self) -> Callable[[], Tensor] | None:
+        """What reads these very values; ``None``: they are a part of others, computed, changed or handed out."""
+        return None if self._node.views else self._node.base.origin
+
+    @property
     def history(self) -> tuple[str, ...]:
         """Noted changes by numbers, as text; equal where the values will be."""
         return tuple(self._node.base.history)
@@ -113,9 +120,11 @@ class DeferredTensor(Tensor):
         if func in _LIKE:
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        if func not in _SAME:
+            _keep(func, leaves)
         if func._schema.is_mutable:
             return _changed(func, args, kwargs, leaves, structure)
-        if isinstance(args[0], DeferredTensor) and _is_view(func):
+        if isinstance(args[0], DeferredTensor) and _is_view(func) and (func in _SAME or not args[0]._node.base.keeps):
             return _viewed(func, args[0], args[1:], kwargs)
         noted = _noted(func, leaves, structure)
         return _computed(func, leaves, structure) if noted is None else noted
@@ -144,7 +153,12 @@ class DeferredTensor(Tensor):
 
 
 def defer(
-    like: Tensor, device: torch.device, read: Callable[[], Tensor], read_run: ReadRun | None = None
+    like: Tensor,
+    device: torch.device,
+    read: Callable[[], Tensor],
+    read_run: ReadRun | None = None,
+    *,
+    keeps: bool = False,
 ) -> DeferredTensor:
     """Deferred tensor with the metadata of ``like``, on ``device``.
 
@@ -153,8 +167,11 @@ def defer(
         device: Device of the values.
         read: Reads the values, into new memory on every call.
         read_run: Reads some of the elements, if that is possible; ``like`` must be row-major then.
+        keeps: Whether the first use keeps the values, and results of operations are ordinary tensors: for code of the
+            user that does not know of deferred ones.
     """
-    return DeferredTensor(like, device, DeferredView(DeferredMemory(lambda known: read(), read_run)))
+    memory = DeferredMemory(lambda known: read(), read_run, read, keeps=keeps)
+    return DeferredTensor(like, device, DeferredView(memory))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -218,6 +235,15 @@ def _run_of(tensor: DeferredTensor) -> ReadRun | None:
     if read is None or offset is None or not tensor.is_contiguous():
         return None
     return lambda start, stop: read(offset + start, offset + stop)
+
+
+def _keep(func: Any, leaves: list[Any]) -> None:
+    """Keep the values of those that are kept at their first use. Loading a module tensor by tensor keeps none."""
+    if func is _aten.copy_.default and not isinstance(leaves[0], DeferredTensor):
+        return
+    for leaf in leaves:
+        if isinstance(leaf, DeferredTensor) and leaf._node.base.keeps:
+            leaf._node.base.keep()
 
 
 def _is_view(func: Any) -> bool:

@@ -9,11 +9,12 @@ are in a sharded folder.
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, map_tensors
 from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
 from smp_strategy.checkpoint.convert.safetensors import indexed, open_safetensors
+from smp_strategy.checkpoint.sources import put, with_spread
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.full_file import read_full
 from smp_strategy.checkpoint.storage.full_file_digests import has_digests
@@ -25,11 +26,6 @@ from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["open_sharded", "open_torch_file", "read_dict", "open_state", "open_weights"]
-
-
-# Placeholder `{_MARK: number}` of a tensor nested in the rest, which is stored as `spread.<number>`.
-_MARK, _SPREAD = "smp_strategy/spread", "spread"
-_NUMBERED: Final = (list, tuple)
 
 
 def open_sharded(path: Path, *, weights_at: str | None = None) -> CheckpointContents:
@@ -48,28 +44,18 @@ def open_sharded(path: Path, *, weights_at: str | None = None) -> CheckpointCont
     for name, described in stored.tensors.items():
         memory = (str(path), aliases.get(name, name))
         lazy = LazyTensor(described.shape, described.dtype, partial(stored.read, name), memory)
-        _put(tree, stored.paths[name], lazy)
+        put(tree, stored.paths[name], lazy)
     with allowing_plain_values():
         for name, value in stored.read_objects(stored.objects).items():
-            _put(tree, stored.paths[name], value)
+            put(tree, stored.paths[name], value)
         rest = stored.rest()
-    spread = tree.pop(_SPREAD, {}) if _has_marks(rest) else {}
+    rest = with_spread(rest, tree)
     found = contents_of(
-        _with_lists(tree),
-        kind="sharded checkpoint",
-        source=str(path),
-        rest=_unmarked(rest, spread),
-        weights_at=weights_at,
+        _with_lists(tree), kind="sharded checkpoint", source=str(path), rest=rest, weights_at=weights_at
     )
     found.note = dict(stored.note) or found.note
     found.has_digests = stored.has_digests
     return found
-
-
-def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:
-    for key in way[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[way[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
@@ -80,22 +66,6 @@ def _with_lists(value: Any) -> Any:
     if items and items.keys() == set(range(len(items))):
         return [items[number] for number in range(len(items))]
     return items
-
-
-def _has_marks(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return _MARK in value or any(map(_has_marks, value.values()))
-    return isinstance(value, _NUMBERED) and any(map(_has_marks, value))
-
-
-def _unmarked(value: Any, spread: Mapping[str, Any]) -> Any:
-    if not _has_marks(value):
-        return value
-    if isinstance(value, Mapping):
-        if value.keys() == {_MARK}:
-            return spread[value[_MARK]]
-        return {key: _unmarked(item, spread) for key, item in value.items()}
-    return type(value)(_unmarked(item, spread) for item in value)
 
 
 def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
-from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
+from smp_strategy.checkpoint.storage.weight_file import DTYPE_NAMES, SafetensorsFile
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
 
@@ -21,24 +20,7 @@ __all__ = ["INDEX", "INDEX_ENDING", "indexed", "open_safetensors", "shards", "wr
 
 INDEX_ENDING: Final = ".safetensors.index.json"
 INDEX: Final = "model.safetensors.index.json"
-_DTYPES: Final = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
+_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def open_safetensors(path: Path) -> CheckpointContents:

@@ -31,9 +31,10 @@ from torch import Tensor
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, map_tensors
 from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES, find_prefix, numbered_groups, strip_prefix
 from smp_strategy.checkpoint.convert.safetensors import write_safetensors
+from smp_strategy.checkpoint.state_dict import encoded
 from smp_strategy.checkpoint.storage.atomic_commit import Check, replacing, saving
 from smp_strategy.checkpoint.storage.full_file import write_full
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
@@ -355,9 +356,10 @@ def save_sharded(
     """
     check(target)
     with saving(target), _scratch(target) as scratch:
-        state: dict[str, Any] = {"state_dict": _with_aliases(_read(contents.weights, scratch, progress))}
+        state: dict[str, Any] = {"state_dict": with_aliases(_held(_read(contents.weights, scratch, progress)))}
         for number, optimizer in enumerate(contents.optimizers):
-            kept = {name: _encoded(value) for name, value in _read(optimizer.state, scratch, progress).items()}
+            read = _read(optimizer.state, scratch, progress)
+            kept = {name: encoded(value, lambda _, leaf: HeldTensor.whole(leaf)) for name, value in read.items()}
             state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
         rest = map_tensors(_lightning_rest(contents), scratch.tensor, LazyTensor)
         ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
@@ -382,25 +384,7 @@ def _numbered(optimizer: OptimizerContents, scratch: Scratch, progress: Progress
     return {"state": dict(sorted(kept.items())), "param_groups": groups}
 
 
-def _with_aliases(weights: dict[str, Any]) -> dict[str, Any]:
-    """Each tensor once, with all of its names."""
-    names: dict[int, list[str]] = {}
-    for name, value in weights.items():
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), []).append(name)
-    found: dict[str, Any] = {}
-    for name, value in weights.items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-        elif (every := names[id(value)])[0] == name:
-            found[name] = HeldTensor.whole(value, aliases=tuple(every[1:]))
-    return found
-
-
-def _encoded(value: Any) -> Any:
-    """The engine's encoding: lists with tensors are dicts with the keys ``#0``, ``#1``."""
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        value = {f"#{number}": item for number, item in enumerate(value)}
-    if isinstance(value, dict):
-        return {str(key): _encoded(item) for key, item in value.items()}
-    return HeldTensor.whole(value) if isinstance(value, Tensor) else value
+def _held(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights as whole tensors, one for all names of the same tensor."""
+    held = {id(value): HeldTensor.whole(value) for value in weights.values() if isinstance(value, Tensor)}
+    return {name: held.get(id(value), value) for name, value in weights.items()}

@@ -8,7 +8,7 @@ Interface of states to load from: a sharded folder, or a state dict in memory.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smp_strategy.model.shard_layout import Rectangle
 
-__all__ = ["HeldRectangle", "HeldTensor", "WholeObject", "TensorInfo", "Source"]
+__all__ = ["HeldRectangle", "HeldTensor", "WholeObject", "TensorInfo", "Source", "with_aliases"]
 
 
 @final
@@ -64,6 +64,21 @@ class WholeObject:
     """Object that is stored as one, such as a dict that would otherwise be flattened as part of the state."""
 
     value: Any
+
+
+def with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with one name for all entries that are the same :class:`HeldTensor`, and the others as its aliases."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, HeldTensor):
+            names.setdefault(id(value), []).append(name)
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        first, *others = names.get(id(value), [name])
+        if first == name:
+            is_held = isinstance(value, HeldTensor)
+            found[name] = replace(value, aliases=tuple(others)) if is_held else value
+    return found
 
 
 class TensorInfo(Protocol):

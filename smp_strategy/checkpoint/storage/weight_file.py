@@ -14,7 +14,6 @@ eight bytes with the length of the header, the header as JSON, and row-major ten
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -27,16 +26,17 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage.async_save import raw
 from smp_strategy.checkpoint.storage.verified_reads import Files
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["SafetensorsFile", "header_of", "FileRuns"]
+__all__ = ["DTYPE_NAMES", "SafetensorsFile", "header_of", "FileRuns"]
 
 
 # In the order in which the library puts tensors into a file, from the last to the first: by alignment, so that all
 # values are aligned.
-_NAMES: Final = {
+DTYPE_NAMES: Final = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -54,7 +54,7 @@ _NAMES: Final = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-_PRIORITIES: Final = {dtype: priority for priority, dtype in enumerate(_NAMES)}
+_PRIORITIES: Final = {dtype: priority for priority, dtype in enumerate(DTYPE_NAMES)}
 
 
 def header_of(
@@ -70,7 +70,7 @@ def header_of(
         UnsupportedError: the format, or this package, does not know a dtype.
     """
     for name, (_, dtype) in tensors.items():
-        if dtype not in _NAMES:
+        if dtype not in DTYPE_NAMES:
             raise UnsupportedError(
                 f"`{name}` has the dtype {dtype}, which cannot be written to safetensors here. Convert it first, or "
                 "gather the model (`accelerator.get_state_dict(model)`) and save that."
@@ -81,7 +81,7 @@ def header_of(
     for name in sorted(tensors, key=lambda name: (-_PRIORITIES[tensors[name].dtype], name.encode())):
         shape, dtype = tensors[name]
         places[name], end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     content = struct.pack("<Q", len(text)) + text
@@ -118,10 +118,8 @@ class SafetensorsFile:
         assert (tuple(value.shape), value.dtype) == (tuple(self._tensors[name].shape), self._tensors[name].dtype), name
         if not value.numel():
             return
-        values = value.detach().cpu().contiguous()
         self._file.seek(self._places[name])
-        # Not through NumPy: its views forbid for ever that the memory of a parameter is resized.
-        self._file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+        self._file.write(raw(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
         """Close the file."""

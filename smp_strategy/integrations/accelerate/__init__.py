@@ -16,7 +16,7 @@ Reading order::
     optimizer.py, no_sync.py              optimizer and scheduler wrappers; gradient accumulation
     data.py                               loaders: sharded over replicas, same batches within a replica
     data_ranks.py, collectives.py         gather, reduce and their like over data ranks
-    saving.py, saving_calls.py            full state dicts; the model's own state_dict and load_state_dict
+    saving.py                             full state dicts of models and optimizers, and files of them
     full_states.py                        gathering and loading of full states
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
     state_files.py                        Accelerate's own files

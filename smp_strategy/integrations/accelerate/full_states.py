@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
@@ -18,7 +17,6 @@ from smp_strategy.integrations.saved_models.shared_states import storage_of
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = [
-    "copied",
     "is_optimizer",
     "is_trained_by",
     "leave_file",
@@ -50,23 +48,6 @@ def leave_file(optimizer: Any) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy ``state`` with its tensors to host memory. A tensor under several names stays a single one."""
-    copies: dict[Any, Tensor] = {}
-
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if (key := (storage_of(leaf), leaf.dtype)) not in copies:
-            copies[key] = leaf.detach().to("cpu", copy=True)
-        return copies[key]
-
-    found: dict[str, Any] = pytree.tree_map(copy, state)
-    if hasattr(state, "_metadata"):
-        found._metadata = state._metadata  # type: ignore[attr-defined]
-    return found
 
 
 def load_model(

@@ -36,6 +36,7 @@ from smp_strategy.integrations.accelerate import full_states, rng_files, state_f
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
 from smp_strategy.integrations.saved_models import state_folders as folders
+from smp_strategy.integrations.saved_models.shared_states import snapshot
 from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel
 
 __all__ = ["StateFolderHooks"]
@@ -412,7 +413,7 @@ class _FolderSave:
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
         """Snapshot of ``state`` for later writing; ``state`` itself if it is written now."""
-        return full_states.copied(state) if self.is_later else state
+        return snapshot(state) if self.is_later else state
 
     def do(self, job: Job) -> None:
         """Run a write job, or queue it. Collective if it runs now."""

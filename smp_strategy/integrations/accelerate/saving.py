@@ -29,15 +29,18 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, library_of, pretrained_parts
+from smp_strategy.integrations.saved_models.pretrained_calls import (
+    PretrainedCalls,
+    StateDictCalls,
+    library_of,
+    pretrained_parts,
+)
 from smp_strategy.integrations.saved_models.shared_states import on_every_rank, sent_to_writers
 from smp_strategy.integrations.saved_models.spread_saving import (
     FileNotes,
     SpreadModel,
-    gathered_state,
     spread_model,
     write_together,
 )
@@ -156,8 +159,7 @@ class SavingHooks(HookBase):
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
         """Gather the full state dict on global rank 0. Collective."""
         meet(call)
-        with self._smp_aside():
-            return gathered_state(self.smp.engine, path)
+        return SpreadModel(self.smp.engine, path, self._smp_aside).gathered_on_first()
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:

@@ -29,8 +29,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls
+from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.precision.grad_scaler import GradScaler
 

@@ -10,20 +10,19 @@ unchanged, to ``meta.pt``::
     anything else           meta.pt; a spread tensor nested in it becomes {MARK: <number>}, and is stored as
                             spread.<number>
 
-Loading returns such a dict, with lazily read tensors (:class:`LazyStoredTensor`), so that user hooks may drop, rename
-and change them.
+Loading returns such a dict, with lazily read tensors (:func:`stored_tensor`), so that user hooks may drop, rename and
+change them.
 """
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import LazyStoredTensor, Readable
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.sources import MARK, SPREAD, Readable, put, stored_tensor, with_spread
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
 from smp_strategy.errors import CheckpointError
 
@@ -33,12 +32,10 @@ __all__ = [
     "join_checkpoint",
     "refuse_foreign_content",
     "refuse_foreign_folder",
-    "snapshot",
     "split_checkpoint",
 ]
 
-_MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
-_MARK: Final = "smp_strategy/spread"
+_MODULE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 class Directory(Readable, Protocol):
@@ -52,22 +49,22 @@ class Directory(Readable, Protocol):
 def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split into the state that all ranks store and the rest for global rank 0; ``checkpoint`` is not changed."""
     rest = dict(checkpoint)
-    state: dict[str, Any] = {_MODULE: _with_aliases(_all_held(rest.pop(_MODULE)))}
+    state: dict[str, Any] = {_MODULE: with_aliases(_all_held(rest.pop(_MODULE)))}
     for number, optimizer in enumerate(rest.pop(_OPTIMIZERS, ())):
         state[f"optimizer_{number}"] = _all_held(optimizer)
     for key, value in list(rest.items()):
         if _is_spread_dict(value):
-            state[key] = _with_aliases(_all_held(rest.pop(key)))
+            state[key] = with_aliases(_all_held(rest.pop(key)))
     found: dict[str, HeldTensor] = {}
 
     def mark(leaf: Any) -> Any:
         if not isinstance(leaf, HeldTensor):
             return leaf
         found[str(len(found))] = leaf
-        return {_MARK: str(len(found) - 1)}
+        return {MARK: str(len(found) - 1)}
 
     rest = pytree.tree_map(mark, rest, is_leaf=_is_held)
-    return {**state, _SPREAD: found} if found else state, rest
+    return {**state, SPREAD: found} if found else state, rest
 
 
 def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,18 +75,11 @@ def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any
         rest: the content of ``meta.pt``.
     """
     parts: dict[Any, Any] = {}
-    values: dict[str, Any] = {name: LazyStoredTensor.of(stored, name) for name in stored.tensors}
+    values: dict[str, Any] = {name: stored_tensor(stored, name) for name in stored.tensors}
     values.update(stored.read_objects(stored.objects))
     for name, value in values.items():
-        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
-        inside = parts
-        for key in way:
-            inside = inside.setdefault(key, {})
-        inside[last] = value
-    spread = parts.pop(_SPREAD, {})
-    whole: dict[str, Any] = pytree.tree_map(
-        lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
-    )
+        put(parts, _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name], value)
+    whole = with_spread(rest, parts)
     return collect_optimizers({**whole, **parts})
 
 
@@ -142,30 +132,8 @@ def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
-    """A copy in host memory, unaffected by further training.
-
-    Args:
-        tree: the nested content of a checkpoint. Tensors that share memory (tied weights) share it in the copy, too.
-        is_fresh: whether a tensor is such a copy already.
-    """
-    memo: dict[int, Any] = {}
-    copies: dict[Any, Tensor] = {}
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            key = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            if key not in copies:
-                copies[key] = leaf if is_fresh(leaf) else leaf.detach().to("cpu", copy=True)
-            memo[id(leaf)] = copies[key]
-    return copy.deepcopy(tree, memo)
-
-
 def _is_held(node: Any) -> bool:
     return isinstance(node, HeldTensor)
-
-
-def _is_mark(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == {_MARK}
 
 
 def _is_optimizer(key: Any) -> bool:
@@ -185,25 +153,6 @@ def _all_held(tree: Any) -> Any:
         held = {key: _all_held(value) for key, value in tree.items()}
         return {key: value for key, value in held.items() if not isinstance(value, HeldTensor) or value.blocks}
     return HeldTensor.whole(tree.detach()) if isinstance(tree, Tensor) else tree
-
-
-def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge entries of the same tensor into one name with aliases; hooks have seen every name as an entry."""
-    names: dict[int, list[str]] = {}
-    for name, value in state.items():
-        if isinstance(value, HeldTensor):
-            names.setdefault(id(value), []).append(name)
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        first, *others = names.get(id(value), [name])
-        if first == name:
-            is_told = not isinstance(value, HeldTensor) or value.aliases == tuple(others)
-            found[name] = (
-                value
-                if is_told
-                else HeldTensor(shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others))
-            )
-    return found
 
 
 def _way_of(name: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import EditedState, LazyStoredTensor
+from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
@@ -45,7 +45,6 @@ from smp_strategy.integrations.lightning.checkpoint_content import (
     join_checkpoint,
     refuse_foreign_content,
     refuse_foreign_folder,
-    snapshot,
     split_checkpoint,
 )
 from smp_strategy.integrations.lightning.checkpoint_objects import has_objects, put_whole_objects
@@ -54,11 +53,12 @@ from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
+from smp_strategy.integrations.saved_models.shared_states import snapshot
 from smp_strategy.integrations.saved_models.spread_saving import spread_model
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
-from smp_strategy.model.deferred_tensor import lacks_values
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
@@ -288,7 +288,7 @@ class CheckpointHooks:
         assert module is not None
         if engine is not None and not engine.serves(module):
             engine = None
-        is_unread = any(isinstance(value, LazyStoredTensor) for value in checkpoint["state_dict"].values())
+        is_unread = any(isinstance(value, DeferredTensor) for value in checkpoint["state_dict"].values())
         is_delayed = any(lacks_values(parameter) for parameter in module.parameters())
         if engine is not None and is_unread and (engine.is_spread or is_delayed):
             engine.saved.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)

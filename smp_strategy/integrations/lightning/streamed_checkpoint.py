@@ -12,6 +12,7 @@ The dict then has tensors without values on global rank 0, which its file gets f
 Everybody else who calls the strategy gets values.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from torch.optim import Optimizer
 
+from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.storage.full_file import replacing_full
 from smp_strategy.checkpoint.torch_file import UnfilledState
 from smp_strategy.distributed import watched_collectives as collectives
@@ -109,36 +111,28 @@ class StreamedSaves:
         return self._states is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """All weights on global rank 0, ``{}`` elsewhere; without values for a streamed save. Collective."""
-        saved = self._engine().saved
-        if not self._begins():
-            return saved.full_state_dict()
-        self._states = []
-        if not saved.is_nowhere_whole:  # but the state of optimizers may be
-            return saved.full_state_dict()
-        unfilled, state = saved.unfilled_state_dict()
-        self._states.append(unfilled)
-        return state
+        """All weights on global rank 0, none elsewhere; without values for a streamed save. Collective."""
+        is_streamed = self._begins()
+        if is_streamed:
+            self._states = []
+        return self._engine().saved.full_state_dict(self._promised if is_streamed else None)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of an optimizer, like :meth:`state_dict`. Collective."""
-        saved = self._engine().saved
-        if self._states is None or self._is_in_hook or id(optimizer) in self._served:
-            return saved.full_optimizer_state(optimizer)
-        self._served.add(id(optimizer))
-        unfilled = saved.unfilled_optimizer_state(optimizer)
-        if unfilled is not None:
-            self._states.append(unfilled)
-        return saved.optimizer_state_with(unfilled, optimizer)
+        is_streamed = self.is_on and not self._is_in_hook and id(optimizer) not in self._served
+        if is_streamed:
+            self._served.add(id(optimizer))
+        return self._engine().saved.full_optimizer_state(optimizer, self._promised if is_streamed else None)
 
     def gradients(self) -> dict[str, Any]:
         """Accumulated gradients, like :meth:`state_dict`. Collective."""
-        saved = self._engine().saved
-        if self._states is None:
-            return saved.full_gradients()
-        unfilled = saved.unfilled_gradients()
-        self._states.append(unfilled)
-        return dict(unfilled.entries())
+        return self._engine().saved.full_gradients(self._promised if self.is_on else None)
+
+    def _promised(self, spread: SpreadState) -> "OrderedDict[str, Any]":
+        """The entries of a state, whose values are gathered when the file is written."""
+        assert self._states is not None
+        self._states.append(UnfilledState(spread))
+        return self._states[-1].entries()
 
     def give_up(self) -> None:
         """Make the rest of the save an ordinary one, whose dict has values."""

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.full_state_dict import numbers_of
-from smp_strategy.checkpoint.load import by_parameter, decoded
+from smp_strategy.checkpoint.full_state_dict import numbers_of, whole_optimizer_state_dict
 from smp_strategy.checkpoint.sources import flattened
 from smp_strategy.checkpoint.state_dict import module_state, optimizer_state
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
@@ -108,7 +107,7 @@ def full_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
         return inner.state_dict()
     part = _optimizer_part(optimizer)
     found = _gathered(part, "`optimizer.state_dict`", _group(engine, is_sharded=engine.config.shard_optimizer_state))
-    return _with_numbers(optimizer, found)
+    return whole_optimizer_state_dict(inner, found)
 
 
 def local_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
@@ -125,7 +124,7 @@ def load_optimizer_state(optimizer: "DistributedOptimizer", state: Mapping[str, 
     if "part" in state:
         group = _group(engine, is_sharded=engine.config.shard_optimizer_state)
         found = _gathered(state["part"], "`optimizer.load_state_dict`", group)
-        state = {**_with_numbers(optimizer, found), "param_groups": state["param_groups"]}
+        state = {**whole_optimizer_state_dict(optimizer.optimizer, found), "param_groups": state["param_groups"]}
     engine.saved.load_optimizer_state(optimizer.optimizer, state)
 
 
@@ -138,17 +137,6 @@ def _optimizer_part(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     with engine.views.put_aside():
         state = optimizer_state(engine.local_model.holdings, inner, numbers_of(inner))["state"]
         return {name: _portable(value) for name, value in flattened(state).items()}
-
-
-def _with_numbers(optimizer: "DistributedOptimizer", found: Mapping[str, Any]) -> dict[str, Any]:
-    inner = optimizer.optimizer
-    numbers = numbers_of(inner)
-    parameters = {number: parameter for parameter, number in numbers.items()}
-    state = {
-        int(numbers[parameter]): decoded({key: found[name] for key, name in names.items()})
-        for parameter, names in by_parameter(found, "", parameters).items()
-    }
-    return {**inner.state_dict(), "state": dict(sorted(state.items()))}
 
 
 # Parts

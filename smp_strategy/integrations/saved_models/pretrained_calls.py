@@ -12,6 +12,10 @@ before files are written (pickled files, uploads to the Hub, quantised weights),
 
 ``push_to_hub`` saves in this way, too, and uploads from the first rank only.
 
+Scripts also save ``model.state_dict()`` on all ranks, and load by ``model.load_state_dict``. Accelerate's door has
+:class:`StateDictCalls` in their place. While the model is whole they behave as usual. Once it is partitioned the first
+gathers the full state dict, and the second takes this rank's shard of its argument.
+
 ``num_parameters``, which goes into the index of several files and into the operations that Hugging Face's Trainer
 counts, is that of the whole model, although a rank has parts of split layers.
 """
@@ -19,6 +23,7 @@ counts, is that of the whole model, although a rank has parts of split layers.
 import inspect
 import shutil
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -29,6 +34,7 @@ from typing import Any, Final, final
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.distributed import watched_collectives as collectives
@@ -39,7 +45,7 @@ from smp_strategy.integrations.saved_models import state_folders as folders
 from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.model.patching import Patches
 
-__all__ = ["PretrainedCalls", "library_of", "pretrained_parts"]
+__all__ = ["PretrainedCalls", "StateDictCalls", "library_of", "pretrained_parts"]
 
 # Arguments for which values are needed while the library prepares the files, with the value for which they are not.
 _NEEDS_VALUES = {
@@ -244,3 +250,82 @@ class PretrainedCalls:
 def _without_values(state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """State dict of a submodule with the parameters themselves, which a rank may lack the values of."""
     return state_dict(*args, **{**kwargs, "keep_vars": True})
+
+
+@final
+class StateDictCalls:
+    """Replacement of ``state_dict`` and ``load_state_dict`` of one model.
+
+    Args:
+        model: whole until now.
+        is_partitioned: whether this rank lacks a part of it.
+        collect: returns the full state dict. Collective. Like ``load`` it calls the methods :meth:`aside`.
+        load: loads this rank's shard of a full state dict; returns the missing and the unexpected names.
+
+    Attributes:
+        model: as given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_partitioned: Callable[[], bool],
+        collect: Callable[[], Mapping[str, Any]],
+        load: Callable[..., tuple[list[str], list[str]]],
+    ) -> None:
+        self.model = model
+        self._is_partitioned = is_partitioned
+        self._collect = collect
+        self._load = load
+        self._own_state_dict, self._own_load_state_dict = model.state_dict, model.load_state_dict
+        self._collected: Mapping[str, Any] | None = None
+        self._is_aside = False
+        self._patches = Patches()
+        self._patches.replace(model, self._state_dict, "state_dict")
+        self._patches.replace(model, self._load_state_dict, "load_state_dict")
+
+    def remove(self) -> None:
+        """Restore the model's own methods."""
+        self._patches.give_back()
+
+    @contextmanager
+    def collected(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Context in which ``state``, gathered by all ranks together, is the result; each rank may ask for it alone."""
+        self._collected = OrderedDict(state)  # a copy: callers may remove entries
+        self._collected._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._collected = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which the model's own methods run: shards are gathered, or loaded."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            yield
+        finally:
+            self._is_aside = before
+
+    def _state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        # `keep_vars` asks for the parameters themselves, and not for their values.
+        if keep_vars or self._is_aside or args or not self._is_partitioned():
+            options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+            return self._own_state_dict(*args, **({} if args else options))
+        state = self._collect() if self._collected is None else self._collected
+        found: Any = OrderedDict() if destination is None else destination
+        found.update({prefix + name: value for name, value in state.items()})
+        if destination is None:
+            found._metadata = getattr(state, "_metadata", OrderedDict())
+        return found
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self._is_aside or not self._is_partitioned():
+            return self._own_load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign:
+            raise UnsupportedError(
+                "`load_state_dict(assign=True)` would replace parameters, which are spread over the ranks. Leave "
+                "`assign` out: values are copied into them."
+            )
+        return _IncompatibleKeys(*self._load(state_dict, strict=strict))

@@ -33,7 +33,7 @@ from smp_strategy.integrations.saved_models import state_folders as folders
 from smp_strategy.integrations.saved_models.shared_states import on_every_rank
 from smp_strategy.model.patching import Patches
 
-__all__ = ["FileNotes", "SpreadModel", "gathered_state", "spread_model", "write_together"]
+__all__ = ["FileNotes", "SpreadModel", "spread_model", "write_together"]
 
 
 @final
@@ -93,8 +93,17 @@ class SpreadModel:
 
     def gathered_on_first(self) -> dict[str, Any]:
         """The whole state dict of the part on global rank 0; empty elsewhere. Collective."""
+        start = self._prefix
         with self._aside():
-            return gathered_state(self._engine, self._prefix.removesuffix("."))
+            state = self._engine.saved.full_state_dict()
+        part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
+        versions: Mapping[str, Any] = getattr(state, "_metadata", {})
+        part._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (f"{name}.".removeprefix(start).removesuffix("."), value)
+            for name, value in versions.items()
+            if f"{name}.".startswith(start)
+        )
+        return part
 
     def gathered(self) -> dict[str, Any]:
         """The whole state dict of the part, on every rank. Collective."""
@@ -114,25 +123,6 @@ def spread_model(engine: Engine, path: str, aside: Callable[[], AbstractContextM
     """
     engine.saved.check_values()
     return SpreadModel(engine, path, aside) if engine.is_spread else None
-
-
-def gathered_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
-    """The state dict of the engine's module, or of that at ``path`` in it, on global rank 0; empty elsewhere.
-
-    Collective.
-    """
-    state = engine.saved.full_state_dict()
-    if not path:
-        return state if isinstance(state, OrderedDict) else OrderedDict(state)
-    start = f"{path}."
-    part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
-    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
-    part._metadata = OrderedDict(  # type: ignore[attr-defined]
-        (name.removeprefix(path).removeprefix("."), value)
-        for name, value in versions.items()
-        if name == path or name.startswith(start)
-    )
-    return part
 
 
 Plan = Callable[[Path, SpreadState, dict[str, Any]], FileNotes]
