@@ -71,6 +71,9 @@ class Interpreter(Protocol):
     def lives_on(self, tensor: "PlacedTensor") -> int:
         """The stage that made ``tensor``."""
 
+    def maker(self, tensor: "PlacedTensor") -> str:
+        """Name of the unit that made ``tensor``; empty: no unit did."""
+
     def check_current(self, tensor: "PlacedTensor") -> None:
         """Refuse a tensor whose memory was changed through a view on another stage."""
 

@@ -40,6 +40,7 @@ __all__ = [
     "apply_changes",
     "contents_of_objects",
     "is_object",
+    "objects_in",
     "put_back",
     "watched",
     "additions",
@@ -116,8 +117,11 @@ def is_object(leaf: Any) -> bool:
     return not isinstance(leaf, _WITHOUT_STATE) and not callable(leaf)
 
 
-def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """All containers below the objects among ``leaves``, with their present contents."""
+def objects_in(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """All containers below the objects among ``leaves``, each once: the list, dict or object, and what holds its items.
+
+    Of an object the latter is its ``__dict__``. The order is that of a search from the outside in.
+    """
     found: dict[int, tuple[Any, Any]] = {}
 
     def visit(item: Any) -> None:
@@ -127,7 +131,7 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if hasattr(item, "__dict__") and not callable(item):
             inner = vars(item)
         if isinstance(inner, list | dict):
-            found[id(item)] = (inner, contents_of(inner))
+            found[id(item)] = (item, inner)
         if isinstance(inner, list | dict | tuple):
             for child in inner.values() if isinstance(inner, dict) else inner:
                 visit(child)
@@ -136,6 +140,11 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if is_object(leaf):
             visit(leaf)
     return list(found.values())
+
+
+def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """What holds the items of :func:`objects_in`, with its present contents."""
+    return [(inner, contents_of(inner)) for _, inner in objects_in(leaves)]
 
 
 def put_back(before: Sequence[tuple[Any, Any]]) -> None:
