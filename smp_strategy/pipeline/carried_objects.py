@@ -19,10 +19,18 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
-from smp_strategy.model.trace.object_contents import Elsewhere, Form, objects_among, places_in, put
+from smp_strategy.model.trace.object_contents import (
+    CONTENTS,
+    Elsewhere,
+    Form,
+    carrying,
+    objects_among,
+    places_in,
+    put,
+)
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.model.trace.side_effects import is_object
+from smp_strategy.model.trace.side_effects import Changed, apply_changes, is_object
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
@@ -51,14 +59,40 @@ class CarriedObjects:
         # Units and classes of objects without tensors that they leave as they are (settings, say).
         self._inert: set[object] = set()
 
-    def contents(self, unit: str, arguments: Any, real: Callable[[Tensor], Tensor]) -> "CarriedContents | None":
-        """Contents of the objects among ``arguments`` of a call without gradients; ``None``: there are none.
+    def call(
+        self,
+        call: Callable[..., Any],
+        unit: str,
+        callee: Callee,
+        args: Any,
+        kwargs: dict[str, Any],
+        real: Callable[[Tensor], Tensor],
+        lend: Callable[[list[Any]], None] | None,
+    ) -> Any:
+        """Call a unit that may change containers and objects among its arguments.
 
         Args:
-            unit: Name of the unit that is called.
-            arguments: Arguments of the call.
+            call: Makes the call, given callee and arguments.
+            unit: Name of the unit.
+            callee, args, kwargs: The unit and its arguments.
             real: Returns the real tensor of a placed one that is on this stage.
+            lend: Called, if this is a dry run, with arguments that it may change.
         """
+        contents = self._contents(unit, (args, kwargs), real)
+        if contents is None:
+            return _with_changes(call(callee, args, kwargs), (args, kwargs))
+        callee, kwargs = callee.around(carrying), {**kwargs, CONTENTS: contents.values}
+        if lend is not None:
+            lend(leaves_of((args, kwargs)))
+        contents.take_out()
+        try:
+            return contents.finish(_with_changes(call(callee, args, kwargs), (args, kwargs)))
+        except BaseException:
+            contents.put_back()
+            raise
+
+    def _contents(self, unit: str, arguments: Any, real: Callable[[Tensor], Tensor]) -> "CarriedContents | None":
+        """Contents of the objects among ``arguments`` of a call without gradients; ``None``: there are none."""
         objects = [] if torch.is_grad_enabled() else objects_among(arguments)
         key = (unit, *map(type, objects))
         if not objects or key in self._inert:
@@ -106,6 +140,10 @@ def _about(leaf: Any) -> str:
         is_whole = not (isinstance(leaf, PlacedTensor) or leaf.is_floating_point() or leaf.is_complex())
         return f"{list(leaf.shape)}{f' with sum {leaf.sum().item()}' if is_whole else ''}"
     return str(leaf) if isinstance(leaf, (bool, int, float)) else "-"
+
+
+def _with_changes(result: Any, arguments: Any) -> Any:
+    return apply_changes(result, arguments) if isinstance(result, Changed) else result
 
 
 @final
@@ -158,6 +196,8 @@ class CarriedContents:
             self.when_unchanged()
         for label, value in contents.items():
             put(places[label], value)
+            if isinstance(value, PlacedTensor) and value is not self._before.get(label):
+                value.maker = self._unit
         for real, placed in self._lent:
             for container, key in places.values():
                 if container[key] is real:
@@ -165,7 +205,7 @@ class CarriedContents:
         return result
 
     def _is_of_another(self, value: Any) -> bool:
-        return isinstance(value, PlacedTensor) and value.program.maker(value) not in ("", self._unit)
+        return isinstance(value, PlacedTensor) and value.maker not in ("", self._unit)
 
     def _argument(self, label: str, value: Any) -> Any:
         if label not in self._stay:

@@ -28,15 +28,12 @@ from smp_strategy.distributed.torch_private import is_under_transform
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
-from smp_strategy.model.trace.object_contents import CONTENTS, carrying
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
-from smp_strategy.model.trace.pytree import flatten_call, leaves_of, unflatten_call
-from smp_strategy.model.trace.side_effects import Changed, apply_changes
+from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_changes, place_plain, share_memory, take_change
 from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
-from smp_strategy.pipeline.carried_objects import CarriedContents
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.draws import ProgramDraws
 from smp_strategy.pipeline.global_rng import GlobalGenerators
@@ -107,8 +104,8 @@ class MicrobatchInterpreter:
         self._stage, self._shape_inference = stage.number, stage.shape_inference
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
         self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused
-        self._carried = stage.carried
         self._activations, self._exposed, self._rehearsal = stage.activations, stage.exposed, stage.rehearsal
+        self._carried = stage.carried
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -136,10 +133,6 @@ class MicrobatchInterpreter:
         """The stage that made ``tensor``."""
         return self.program_trace.home(tensor.value)
 
-    def maker(self, tensor: PlacedTensor) -> str:
-        """Name of the unit that made ``tensor``; empty: no unit did."""
-        return self.program_trace.maker(tensor.value)
-
     def check_current(self, tensor: PlacedTensor) -> None:
         """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
         if tensor.version != tensor.memory.version:
@@ -159,12 +152,8 @@ class MicrobatchInterpreter:
             before = state_of(callee.exposed)
             state = {label: without_others(value, self) for label, value in before.items()}
             callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
-        contents = self._carried.contents(name, (args, kwargs), self.graph.real)
-        if contents is None:
-            result = self._changing(name, callee, args, kwargs)
-        else:
-            callee, kwargs = callee.around(carrying), {**kwargs, CONTENTS: contents.values}
-            result = self._carrying(contents, name, callee, args, kwargs)
+        call, lend = functools.partial(self._call, "unit", name), None if self.computes_here else self._arguments.lend
+        result = self._carried.call(call, name, callee, args, kwargs, self.graph.real, lend)
         if callee.exposed:
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
         if self._gate is not None:
@@ -216,22 +205,6 @@ class MicrobatchInterpreter:
         return tensor.origin[1].register_hook(hook)
 
     # Calls
-
-    def _changing(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        """Call a unit that may change containers among its arguments."""
-        result = self._call("unit", name, callee, args, kwargs)
-        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
-
-    def _carrying(self, contents: CarriedContents, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        """Call a unit with the contents of objects among its arguments."""
-        if not self.computes_here:
-            self._arguments.lend(leaves_of((args, kwargs)))
-        contents.take_out()
-        try:
-            return contents.finish(self._changing(name, callee, args, kwargs))
-        except BaseException:
-            contents.put_back()
-            raise
 
     def _call(self, *call: Any) -> Any:
         position = len(self.program_trace.events)

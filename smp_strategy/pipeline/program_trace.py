@@ -83,10 +83,6 @@ class ProgramTrace:
         """The stage that made ``value``."""
         return self._router.home(value.id)
 
-    def maker(self, value: Value) -> str:
-        """Name of the unit that made or last changed ``value``; empty: no unit did."""
-        return self._router.maker(value.id)
-
     def returning(self, loss: int | None) -> frozenset[tuple[int, int]]:
         """Pairs (value number, stage that sends its gradient back) for the loss with the number ``loss``."""
         key = (len(self.events), loss)
@@ -146,7 +142,7 @@ class ProgramTrace:
         The events after it are whole from now on.
         """
         event, placement = self.events[position]
-        self._router.settle(event, outputs, placement.stages)
+        self._router.settle(outputs, placement.stages)
         outputs = (*event.outputs, *outputs)
         event = event._replace(outputs=outputs, effort=prediction.effort, saved_bytes=prediction.saved_bytes)
         event = event._replace(kept=prediction.kept)

@@ -83,7 +83,6 @@ class Router:
         self._segment = [0] * num_stages
         self._worked = [False] * num_stages
         self._home: dict[int, int] = {}
-        self._maker: dict[int, str] = {}
         self._held: set[tuple[int, int]] = set()
         self._everywhere: set[int] = set()
         self._num_moves = 0
@@ -95,15 +94,13 @@ class Router:
         segments = tuple([SegmentId(stage, self._segment[stage]) for stage in stages])
         if event.kind in ("unit", "op"):
             self._worked[stages[0]] = True
-        self.settle(event, event.outputs, stages)
+        self.settle(event.outputs, stages)
         return Placement(stages, segments, moves)
 
-    def settle(self, event: Event, values: Iterable[Value], stages: Collection[int]) -> None:
-        """Set the home of ``values``, made by ``event``, to the first of ``stages``; all of ``stages`` hold them."""
+    def settle(self, values: Iterable[Value], stages: Collection[int]) -> None:
+        """Set the home of ``values`` to the first of ``stages``; all of ``stages`` hold them."""
         for value in values:
             self._home[value.id] = min(stages)
-            if event.kind == "unit":
-                self._maker[value.id] = event.name
             self._held.update([(value.id, stage) for stage in stages])
             if len(stages) == self.num_stages > 1:
                 self._everywhere.add(value.id)
@@ -111,10 +108,6 @@ class Router:
     def home(self, value: int) -> int:
         """The stage that made ``value``."""
         return self._home[value]
-
-    def maker(self, value: int) -> str:
-        """Name of the unit that made or last changed ``value``; empty: no unit did."""
-        return self._maker.get(value, "")
 
     def _stages(self, event: Event) -> tuple[int, ...]:
         if event.kind == "unit":
