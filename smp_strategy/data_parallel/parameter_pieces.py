@@ -54,11 +54,19 @@ class RestingGuard(Guard):
 
     Attributes:
         make_whole: Gives all parameters their values; ``None``: the use is refused.
+        asked: Asks for the values where uses are refused; returns whether they are there now.
         sizes: Whether asking for a size counts as a use: a whole parameter has another size.
     """
 
     make_whole: Callable[[], None] | None = None
     sizes: bool = False
+
+    def __init__(self) -> None:
+        self.asked: Callable[[], bool] = lambda: False
+
+    def ask(self) -> bool:
+        """Ask for the values outside of hooks."""
+        return self.asked()
 
     @property
     def can_lift(self) -> bool:

@@ -318,6 +318,10 @@ class ShardedModule:
 
     # The optimizer's step, and code of the user
 
+    def answer(self, ask: Callable[[], bool]) -> None:
+        """Let ``ask`` provide the values for a while where the use of a parameter would be refused."""
+        self._guard.asked = ask
+
     @contextmanager
     def in_sight(self, make_whole: Callable[[], None] | None = None, *, sizes: bool = False) -> Iterator[None]:
         """Context of user code: from its first use of one on, all parameters and gradients are whole.

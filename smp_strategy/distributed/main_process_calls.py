@@ -23,7 +23,7 @@ no more in this round; one that comes to fewer skips what is left.
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, final
 
 import torch
@@ -52,10 +52,12 @@ class MainProcessCalls:
 
     Attributes:
         take_part: Makes a call, given as plain values, together with the main process.
+        moves_on: Called before a rank does something that others take part in.
     """
 
     def __init__(self) -> None:
         self.take_part: Callable[[Any], None] = _refuse
+        self.moves_on: Callable[[], None] = lambda: None
         self._round: tuple[int, int] | None = None  # how often rounds have begun anew, and the number; `None`: none
         self._num_begins = 0
         self._has_passed = False  # a place of this round
@@ -80,6 +82,7 @@ class MainProcessCalls:
         Args:
             if_first: Whether this is a place only as the first of its round.
         """
+        self._move_on()
         if not self._is_on or self._has_heard or (if_first and self._has_passed):
             return
         self._has_passed = True
@@ -113,6 +116,29 @@ class MainProcessCalls:
         with self._joint():
             yield
 
+    @contextmanager
+    def asked(self, call: Any) -> Iterator[bool]:
+        """Context of a call that a rank makes where it cannot do without; gives whether all ranks make it.
+
+        The main process may make it alone, others only where it does.
+
+        Args:
+            call: As in :meth:`together`.
+        """
+        comes = self._is_on and not self._has_heard
+        if comes and dist.get_rank() == 0:
+            self._say(call)
+        elif comes:
+            while (said := self._heard()) not in _WORDS and said[:2] != call[:2]:
+                self._join(said)
+            comes = said not in _WORDS
+        with self._joint() if comes else nullcontext():
+            yield comes
+
+    def _move_on(self) -> None:
+        if not self._depth:
+            self.moves_on()
+
     @property
     def _is_on(self) -> bool:
         return self._round is not None and not self._depth and dist.is_initialized() and dist.get_world_size() > 1
@@ -123,6 +149,7 @@ class MainProcessCalls:
             self._has_passed = self._has_heard = False
 
     def _meet(self, call: Any) -> None:
+        self._move_on()
         if not self._is_on or self._has_heard:
             return
         if dist.get_rank() == 0:

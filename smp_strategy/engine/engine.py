@@ -377,6 +377,11 @@ class Engine:
             run = self._run(kind, run_step.evaluation_job(self._parts, kind, step, microbatches, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
+    def call_whole(self, function: Callable[[], Any]) -> Any:
+        """Call code that needs no gradients, on a rank that has the whole module; no step, so it runs as it is."""
+        with self.local_model.evaluating():
+            return self._in_precision(lambda _: function())(None)
+
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
         """Run a step that calls backward and optimizers itself, through :attr:`manual`; see :meth:`train_step`."""
         step, microbatches, sizes = self._begin("manual", step, batch)

@@ -7,6 +7,7 @@ plausible number. See [Note: guarded tensors] below.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "GuardedTensor",
     "guard_of",
     "in_plain_sight",
+    "lend",
     "name_of",
     "placeholder",
     "unwatch",
@@ -91,6 +93,10 @@ class Guard:
         """Whether :meth:`lift` can make the values available now."""
         return True
 
+    def ask(self) -> bool:
+        """Ask for the values outside of hooks; returns whether they are there for a while. See :func:`lend`."""
+        return False
+
     def lift(self) -> None:
         """Give the guarded tensors their values, and end their guard."""
         raise NotImplementedError
@@ -106,6 +112,8 @@ class Guard:
                 self.lift()
                 return func(*args, **kwargs)
             if func not in GRADIENT:
+                if self.ask():
+                    return func(*args, **kwargs)
                 raise self.refusal(name_of(func))
         with in_plain_sight():
             return func(*args, **kwargs)
@@ -127,9 +135,10 @@ class Guard:
         return repr(tensor)
 
     def _lift_for(self, operation: str) -> None:
-        if not self.can_lift:
+        if self.can_lift:
+            self.lift()
+        elif not self.ask():
             raise self.refusal(operation)
-        self.lift()
 
 
 class _Guarded(NamedTuple):
@@ -190,6 +199,26 @@ def watch(tensor: Tensor, guard: Guard) -> None:
     state = vars(tensor)
     state[_GUARD] = _Guarded(guard, type(tensor), state.get(_GUARD))
     tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
+
+
+def lend(tensor: Tensor, value: Tensor) -> Callable[[], None]:
+    """Make a guarded tensor an ordinary one with ``value``; returns what ends that."""
+    state, kind = vars(tensor), type(tensor)
+    guarded: _Guarded = state.pop(_GUARD)
+    own = guarded
+    while own.outer is not None:
+        own = own.outer
+    with in_plain_sight():
+        data = tensor.data
+    tensor.__class__ = own.kind
+    tensor.data = value
+
+    def end() -> None:
+        tensor.data = data
+        tensor.__class__ = kind
+        state[_GUARD] = guarded
+
+    return end
 
 
 def unwatch(tensor: Tensor) -> None:

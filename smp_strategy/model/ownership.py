@@ -8,6 +8,7 @@ A parameter can be held by several stages: tied weights of two units by the stag
 has or computes with by all. The lowest of these stages counts it in norms and saves it.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,11 +56,13 @@ class HookAccess:
         call: Carries out an operation where the values are; ``None``: operations are refused.
         copy: Makes an independent tensor with the same home; set together with ``call``.
         make_whole: Called before a size is returned, where sizes are those of shards.
+        ask: Asks for the values where operations are refused; returns whether they are there now.
     """
 
     call: Callable[[Any, Any, Any], Any] | None = None
     copy: Callable[[Tensor], Tensor] | None = None
     make_whole: Callable[[], None] | None = None
+    ask: Callable[[], bool] = lambda: False
 
 
 @final
@@ -94,6 +97,10 @@ class HomeStages(Guard):
             'whole model after a run, set `restore_module="all"`.'
         )
 
+    def ask(self) -> bool:
+        """Ask for the values outside of hooks."""
+        return self.sight.ask()
+
     @property
     def can_lift(self) -> bool:
         """Whether a hook runs, whose view carries operations out."""
@@ -105,6 +112,8 @@ class HomeStages(Guard):
             if self.sight.call is not None:
                 return self.sight.call(func, args, kwargs)
             if func not in GRADIENT:
+                if self.ask():
+                    return func(*args, **kwargs)
                 raise self.refusal(name_of(func))
         elif func in SIZES and self.sight.make_whole is not None:
             self.sight.make_whole()
@@ -114,6 +123,8 @@ class HomeStages(Guard):
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """Independent tensor with the same home."""
         if self.sight.copy is None:
+            if self.ask():
+                return copy.deepcopy(tensor, memo)
             raise self.refusal("copy.deepcopy")
         if id(tensor) not in memo:
             memo[id(tensor)] = self.sight.copy(tensor)

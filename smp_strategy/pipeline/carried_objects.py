@@ -1,25 +1,40 @@
 """Carried objects: a unit changes them, and the glue gives them to it again (a cache of keys and values, a memory).
 
-Each stage has what its own units have put into such an object. Code above the units that asks the object, for the
-length of a cache to make a mask, gets the answer of its own stage, and an empty cache has another length than a full
-one. So from the call on in which a unit gets an object for the second time in a microbatch, the stages note the
+Without gradients every stage keeps their contents, see [Note: contents of objects] in
+:mod:`smp_strategy.model.trace.object_contents`.
+
+In training each stage has what its own units have put into such an object. Code above the units that asks the object,
+for the length of a cache to make a mask, gets the answer of its own stage, and an empty cache has another length than a
+full one. So from the call on in which a unit gets an object for the second time in a microbatch, the stages note the
 arguments of units, and compare them with their programs at the end of the step (:mod:`.step_end`).
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
+from smp_strategy.model.trace.object_contents import (
+    CONTENTS,
+    Elsewhere,
+    Form,
+    carrying,
+    objects_among,
+    places_in,
+    put,
+)
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.model.trace.side_effects import is_object
+from smp_strategy.model.trace.side_effects import Changed, apply_changes, is_object
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["CarriedObjects"]
+__all__ = ["CarriedContents", "CarriedObjects"]
 
 
 @final
@@ -41,6 +56,51 @@ class CarriedObjects:
 
     def __init__(self) -> None:
         self._given: dict[int, _UnitArguments] = {}
+        # Units and classes of objects without tensors that they leave as they are (settings, say).
+        self._inert: set[object] = set()
+
+    def call(
+        self,
+        call: Callable[..., Any],
+        unit: str,
+        callee: Callee,
+        args: Any,
+        kwargs: dict[str, Any],
+        real: Callable[[Tensor], Tensor],
+        lend: Callable[[list[Any]], None] | None,
+    ) -> Any:
+        """Call a unit that may change containers and objects among its arguments.
+
+        Args:
+            call: Makes the call, given callee and arguments.
+            unit: Name of the unit.
+            callee, args, kwargs: The unit and its arguments.
+            real: Returns the real tensor of a placed one that is on this stage.
+            lend: Called, if this is a dry run, with arguments that it may change.
+        """
+        contents = self._contents(unit, (args, kwargs), real)
+        if contents is None:
+            return _with_changes(call(callee, args, kwargs), (args, kwargs))
+        callee, kwargs = callee.around(carrying), {**kwargs, CONTENTS: contents.values}
+        if lend is not None:
+            lend(leaves_of((args, kwargs)))
+        contents.take_out()
+        try:
+            return contents.finish(_with_changes(call(callee, args, kwargs), (args, kwargs)))
+        except BaseException:
+            contents.put_back()
+            raise
+
+    def _contents(self, unit: str, arguments: Any, real: Callable[[Tensor], Tensor]) -> "CarriedContents | None":
+        """Contents of the objects among ``arguments`` of a call without gradients; ``None``: there are none."""
+        objects = [] if torch.is_grad_enabled() else objects_among(arguments)
+        key = (unit, *map(type, objects))
+        if not objects or key in self._inert:
+            return None
+        contents = CarriedContents(unit, objects, real)
+        if not contents.has_tensors:
+            contents.when_unchanged = lambda: self._inert.add(key)
+        return contents if contents.values else None
 
     def note(self, microbatch: int, unit: Callee, args: Any, kwargs: Any) -> None:
         """Note the arguments of a call."""
@@ -80,3 +140,80 @@ def _about(leaf: Any) -> str:
         is_whole = not (isinstance(leaf, PlacedTensor) or leaf.is_floating_point() or leaf.is_complex())
         return f"{list(leaf.shape)}{f' with sum {leaf.sum().item()}' if is_whole else ''}"
     return str(leaf) if isinstance(leaf, (bool, int, float)) else "-"
+
+
+def _with_changes(result: Any, arguments: Any) -> Any:
+    return apply_changes(result, arguments) if isinstance(result, Changed) else result
+
+
+@final
+class CarriedContents:
+    """Contents of the objects among the arguments of one call; see [Note: contents of objects].
+
+    Args:
+        unit: Name of the unit that is called.
+        objects: Objects among its arguments.
+        real: Returns the real tensor of a placed one that is on this stage.
+
+    Attributes:
+        values: The argument that carries them, which the call changes.
+        has_tensors: Whether there are tensors among them.
+        when_unchanged: Called if the call leaves the objects as they are.
+    """
+
+    def __init__(self, unit: str, objects: list[Any], real: Callable[[Tensor], Tensor]) -> None:
+        self._unit, self._objects, self._real = unit, objects, real
+        self._places = places_in(objects)
+        self._before = {label: container[key] for label, (container, key) in self._places.items()}
+        self._stay = {label: value for label, value in self._before.items() if self._is_of_another(value)}
+        # Real tensors that the objects hold during the call, with the placed ones that are put back then.
+        self._lent: list[tuple[Tensor, PlacedTensor]] = []
+        self.values = {label: self._argument(label, value) for label, value in self._before.items()}
+        self.has_tensors = any(isinstance(value, Tensor) for value in self._before.values())
+        self.when_unchanged: Callable[[], None] = lambda: None
+
+    def take_out(self) -> None:
+        """Leave nothing in the objects but what stays there: the call will find the rest in :attr:`values`."""
+        for label, place in self._places.items():
+            if label not in self._stay:
+                put(place, None)
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_out`, after an error."""
+        for label, value in self._before.items():
+            put(self._places[label], value)
+
+    def finish(self, result: Any) -> Any:
+        """Give the objects the form and the contents that the call has left; returns its result without these."""
+        result, form = result
+        if not isinstance(form, Form):  # of another stage, which could not send it
+            self.put_back()
+            return result
+        form(self._objects, list(self._stay.values()))
+        places = places_in(self._objects)
+        contents = {label: value for label, value in self.values.items() if not isinstance(value, Elsewhere)}
+        if places.keys() == self._places.keys() and all(self._before[name] is contents[name] for name in contents):
+            self.when_unchanged()
+        for label, value in contents.items():
+            put(places[label], value)
+            if isinstance(value, PlacedTensor) and value is not self._before.get(label):
+                value.maker = self._unit
+        for real, placed in self._lent:
+            for container, key in places.values():
+                if container[key] is real:
+                    put((container, key), placed)
+        return result
+
+    def _is_of_another(self, value: Any) -> bool:
+        return isinstance(value, PlacedTensor) and value.maker not in ("", self._unit)
+
+    def _argument(self, label: str, value: Any) -> Any:
+        if label not in self._stay:
+            return value
+        stays = Elsewhere(TensorSpec.of(value))
+        stays.real = None if value.origin is None else functools.partial(self._lend, value)
+        return stays
+
+    def _lend(self, placed: PlacedTensor) -> Tensor:
+        self._lent.append((self._real(placed), placed))
+        return self._lent[-1][0]

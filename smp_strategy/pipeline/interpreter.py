@@ -31,7 +31,6 @@ from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
-from smp_strategy.model.trace.side_effects import Changed, apply_changes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.aliasing import follow_changes, place_plain, share_memory, take_change
 from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
@@ -103,6 +102,7 @@ class MicrobatchInterpreter:
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
         self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused
         self._activations, self._exposed, self._rehearsal = stage.activations, stage.exposed, stage.rehearsal
+        self._carried = stage.carried
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -149,9 +149,8 @@ class MicrobatchInterpreter:
             before = state_of(callee.exposed)
             state = {label: without_others(value, self) for label, value in before.items()}
             callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
-        result = self._call("unit", name, callee, args, kwargs)
-        if isinstance(result, Changed):
-            result = apply_changes(result, (args, kwargs))
+        call, lend = functools.partial(self._call, "unit", name), None if self.computes_here else self._arguments.lend
+        result = self._carried.call(call, name, callee, args, kwargs, self.graph.real, lend)
         if callee.exposed:
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
         return result

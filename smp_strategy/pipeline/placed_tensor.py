@@ -92,6 +92,7 @@ class PlacedTensor(Tensor):
         memory: memory shared with its views and detached tensors.
         version: version of the memory that it represents.
         is_weighted: whether a term of the loss with a weight has gone into it (``loss_weights``).
+        maker: unit that has left it in an object among its arguments, if any (``carried_objects``).
         known: value on every stage, once code after the end of the program has asked for it.
         family: number in common with its views (autograd's base), but not with detached tensors.
         offset: elements from the beginning of the memory; ``None``: unknown.
@@ -111,6 +112,7 @@ class PlacedTensor(Tensor):
     offset: int | None = 0
     copy: object = None
     is_weighted = False
+    maker = ""
     known: Tensor | None = None
 
     @staticmethod

@@ -315,7 +315,6 @@ def generated(folder, smp=None):
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
     model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
-    model.generation_config.use_cache = False
     options = {"predict_with_generate": True, "generation_max_length": 6, "kind": Seq2SeqTrainingArguments}
     args = arguments(folder, smp, **options)
     trainer = Seq2SeqTrainer(model=model, args=args, eval_dataset=Sequences(), train_dataset=Sequences())

@@ -25,7 +25,14 @@ def unet():
     )
 
 
-def train(smp=None, averages=False, unchanged=False):
+def train(smp=None, averages="", folder=None, resumes=False):
+    """The example's loop.
+
+    Args:
+        averages: where the average of weights is made: "" (nowhere), "with weights", "everywhere", "main process".
+        folder: of the state that the main process alone writes after half of the steps.
+        resumes: whether to begin with that state.
+    """
     accelerator = accelerator_of(smp)
     model = unet()
     ema = EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True, model_cls=UNet2DModel, model_config=model.config)
@@ -36,8 +43,12 @@ def train(smp=None, averages=False, unchanged=False):
     loader = torch.utils.data.DataLoader(images, batch_size=BATCH // readers)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2 * readers, num_training_steps=STEPS * readers)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if resumes:
+        accelerator.load_state(str(folder))
     losses = []
     for number, clean in enumerate(loader):
+        if resumes and number < STEPS // 2:
+            continue
         generator = torch.Generator().manual_seed(number)
         noise = torch.randn((BATCH, 1, 8, 8), generator=generator)
         timesteps = torch.randint(0, noises.config.num_train_timesteps, (BATCH,), generator=generator)
@@ -53,14 +64,21 @@ def train(smp=None, averages=False, unchanged=False):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if accelerator.sync_gradients and averages:
+        if accelerator.sync_gradients:
             average = partial(ema.step, model.parameters())
-            average() if smp is None or unchanged else accelerator.smp.with_weights(average)
+            if averages == "with weights" and smp is not None:
+                accelerator.smp.with_weights(average)
+            elif accelerator.is_main_process if averages == "main process" else averages:
+                average()
+            if accelerator.is_main_process and folder is not None and not resumes and number == STEPS // 2 - 1:
+                accelerator.save_state(str(folder))
         losses.append(accelerator.reduce(loss.detach(), "mean"))
-    return losses, whole_weights(accelerator, model), [each.clone() for each in ema.shadow_params] if averages else None
+    weights = whole_weights(accelerator, model)
+    has_average = averages and (accelerator.is_main_process or averages != "main process")
+    return losses, weights, [each.clone() for each in ema.shadow_params] if has_average else None
 
 
-@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("averages", ["", "with weights", "everywhere"])
 @pytest.mark.parametrize("layout", ["pp2", "sdp2"])
 def test_a_denoiser_trains_as_in_one_process(layout, averages):
     expected = alone(train, averages=averages)
@@ -69,6 +87,10 @@ def test_a_denoiser_trains_as_in_one_process(layout, averages):
 
 
 @pytest.mark.parametrize("layout", ["pp2", "sdp2"])
-def test_an_average_that_reads_weights_between_steps_is_refused_with_the_remedy(layout):
-    with pytest.raises(RuntimeError, match=r"UnsupportedError: `sub` .*accelerator\.smp\.with_weights"):
-        on_ranks(train, 2, LAYOUTS[layout], averages=True, unchanged=True)
+def test_the_main_process_averages_and_saves_alone(layout, tmp_path):
+    losses, weights, average = alone(train, averages="main process")
+    main, other = on_ranks(train, 2, LAYOUTS[layout], averages="main process", folder=tmp_path)
+    assert_alike(main, (losses, weights, average))
+    assert_alike(other, (losses, weights, None))
+    for found in on_ranks(train, 2, LAYOUTS[layout], folder=tmp_path, resumes=True):
+        assert_alike(found, (losses[STEPS // 2 :], weights, None))

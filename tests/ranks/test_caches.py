@@ -39,7 +39,7 @@ def step(net: nn.Module, given: Any, known: int, *, with_cache: bool, gives_plac
     return rest.logits
 
 
-def on_stages(with_cache: bool, is_padded: bool, known: int, gives_places: bool) -> Tensor:
+def on_stages(with_cache: bool, is_padded: bool, known: int, gives_places: bool, gradients: bool = False) -> Tensor:
     torch.manual_seed(0)
     net = gpt2().eval()
     engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
@@ -48,7 +48,7 @@ def on_stages(with_cache: bool, is_padded: bool, known: int, gives_places: bool)
     def run(given: Any) -> Tensor:
         return step(net.model, given, known, with_cache=with_cache, gives_places=gives_places)
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return torch.cat(list(engine.eval_step(run, batch(is_padded=is_padded)).outputs))
 
 
@@ -66,16 +66,18 @@ def test_without_a_cache_there_are_the_numbers_of_one_process(is_padded):
     assert_as_alone(run_ranks(on_stages, 2, False, is_padded, 7, False), is_padded=is_padded, known=7)
 
 
-def test_a_cache_whose_length_is_not_asked_gives_the_same_numbers():
-    assert_as_alone(run_ranks(on_stages, 2, True, False, 7, True), is_padded=False, known=7)
+@pytest.mark.parametrize("gives_places", [False, True])
+@pytest.mark.parametrize(("is_padded", "known"), [(False, 7), (True, 7), (True, 5), (False, 5)])
+def test_stages_know_the_length_of_a_cache(is_padded, known, gives_places):
+    assert_as_alone(run_ranks(on_stages, 2, True, is_padded, known, gives_places), is_padded=is_padded, known=known)
 
 
-def test_places_after_the_end_of_a_cache_are_refused():
+def test_with_gradients_places_after_the_end_of_a_cache_are_refused():
     with pytest.raises(RuntimeError, match="UnsupportedError: A unit is called with other arguments on one stage"):
-        run_ranks(on_stages, 2, True, False, 7, False)
+        run_ranks(on_stages, 2, True, False, 7, False, True)
 
 
 @pytest.mark.parametrize(("is_padded", "known"), [(True, 7), (True, 5), (False, 5)])
-def test_stages_that_take_different_paths_tell_the_likely_reason(is_padded, known):
+def test_with_gradients_stages_that_take_different_paths_tell_the_likely_reason(is_padded, known):
     with pytest.raises(RuntimeError, match="A unit has got an object for the second time.*`use_cache=False`"):
-        run_ranks(on_stages, 2, True, is_padded, known, True)
+        run_ranks(on_stages, 2, True, is_padded, known, True, True)

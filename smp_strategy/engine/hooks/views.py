@@ -28,11 +28,13 @@ class Views:
     Attributes:
         inference: Inference of results by metadata, shared by all views.
         states: Full state of optimizers, for hooks.
+        ask: Provides the values of guarded parameters outside of hooks; returns whether they are there for a while.
     """
 
     def __init__(self) -> None:
         self.inference = CrossStageInference()
         self.states = FullOptimizerState()
+        self.ask: Callable[[], bool] = lambda: False
         self._make: Callable[[], HookView | FullParameters] | None = None
         self._view: HookView | FullParameters | None = None
         self._depth = 0  # of contexts that put the view aside
@@ -56,6 +58,9 @@ class Views:
             return HookView(parameters, ownership, mesh, transport, self.inference, sharded=sharded, parts=parts)
 
         self._make = make
+        ownership.sight.ask = lambda: self._view is None and self.ask()
+        if sharded is not None:
+            sharded.answer(ownership.sight.ask)
 
     @property
     def is_open(self) -> bool:

@@ -17,6 +17,7 @@ Reading order::
     data.py                               loaders: sharded over replicas, same batches within a replica
     data_ranks.py, collectives.py         gather, reduce and their like over data ranks
     saving.py                             full state dicts of models and optimizers, and files of them
+    lent_weights.py                       weights that a script reads between steps
     full_states.py                        gathering and loading of full states
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
     state_files.py                        Accelerate's own files

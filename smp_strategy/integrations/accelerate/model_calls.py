@@ -18,7 +18,7 @@ repeat themselves, so the observed values of one call are the prediction for the
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -216,9 +216,15 @@ class ModelCalls:
 
     def _pass_with_others(self) -> None:
         """Pass a place, if others take part in this call. See [Note: rounds]."""
-        shape, trains = self._engine.mesh.shape, torch.is_grad_enabled()
-        if trains or shape.pp * shape.tp * shape.dp_shard > 1:
+        trains = torch.is_grad_enabled()
+        if trains or not self._is_whole_here:
             self._pass_by(if_first=not trains)
+
+    @property
+    def _is_whole_here(self) -> bool:
+        """Whether each rank has the whole model."""
+        shape = self._engine.mesh.shape
+        return shape.pp * shape.tp * shape.dp_shard == 1
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
         """Run a method that calls parts of the model; ``with_gradients``: whether its first unit had gradients."""
@@ -326,10 +332,11 @@ class ModelCalls:
         """Run a method that calls the model many times, as one step with a single microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
+        if self._is_whole_here and self._engine.partition is not None:
+            with self._inside() as around:
+                return self._engine.call_whole(lambda: around(lambda: method(*args, **kwargs)))
         self._pass_with_others()
         name = getattr(method, "__name__", "method")
-        if name in _WHOLE and self._engine.mesh.pp > 1:
-            kwargs = _without_cache(kwargs)
         number = self._kinds.setdefault(
             (name, *self._way_of(ModelCall(dict(enumerate(args)), kwargs))), len(self._kinds)
         )
@@ -436,15 +443,3 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return type(value).__qualname__, value.requires_grad
     return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__
-
-
-def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``generate``, without a cache if the text is padded, which takes longer and gives the same text.
-
-    Each stage has the keys and values of its own units (:mod:`smp_strategy.pipeline.carried_objects`). Code above the
-    units makes masks of the length that the cache reports, for its first layer mostly, which is empty on all stages but
-    one. Text without padding needs no mask.
-    """
-    mask = kwargs.get("attention_mask")
-    is_padded = isinstance(mask, Tensor) and not bool(mask.all())
-    return {**kwargs, "use_cache": False} if is_padded else dict(kwargs)

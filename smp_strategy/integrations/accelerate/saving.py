@@ -49,6 +49,7 @@ from smp_strategy.model.patching import Patches
 __all__ = ["OWN_FILE", "SavingHooks"]
 
 OWN_FILE: Final = "smp_strategy.bin"
+_READ: Final = "reading parameters"
 
 T = TypeVar("T")
 
@@ -99,7 +100,7 @@ class SavingHooks(HookBase):
     def begin(self, session: Session, plugin: Any) -> None:
         """Let this rank take part in calls of the main process."""
         super().begin(session, plugin)
-        session.main_calls.take_part = self._smp_take_part
+        session.main_calls.take_part, session.read_weights = self._smp_take_part, self._smp_read
 
     def _smp_take_part(self, call: tuple[Any, ...]) -> None:
         """Make a call of the main process with it. Collective."""
@@ -107,7 +108,7 @@ class SavingHooks(HookBase):
         if name == "optimizer.state_dict":
             self._optimizers[path].state_dict()
             return
-        if name in ("accelerator.get_state_dict", "model.state_dict"):
+        if name in ("accelerator.get_state_dict", "model.state_dict", _READ):
             self._smp_everywhere(name, path)
             return
         assert self.smp.calls is not None
@@ -150,6 +151,11 @@ class SavingHooks(HookBase):
                 return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=False)
         return whole
+
+    def _smp_read(self) -> Mapping[str, Any] | None:
+        """Gather the full state dict on every rank, for code that reads parameters; ``None``: not all ranks come."""
+        with self.smp.main_calls.asked((_READ, "")) as all_come:
+            return self._smp_everywhere(_READ, "") if all_come else None
 
     def _smp_everywhere(self, call: str, path: str) -> dict[str, Any]:
         """Gather the full state dict on every rank. Collective."""

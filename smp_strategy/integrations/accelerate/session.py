@@ -9,7 +9,7 @@ An Accelerator gets the hooks by a change of its class in the middle of its own 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, final
 
@@ -59,6 +59,7 @@ class Session:
         background: asynchronous saves.
         scaler: loss scaler, if anything computes in float16.
         main_calls: tells other ranks what the main process does alone.
+        read_weights: gathers the full state dict on this rank; ``None``: not all ranks can take part now.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -79,6 +80,7 @@ class Session:
         self.scaler: GradScaler | None = None
         self.background = BackgroundSave()
         self.main_calls = MainProcessCalls()
+        self.read_weights: Callable[[], Mapping[str, Any] | None] = lambda: None
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 

@@ -24,6 +24,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
+from smp_strategy.integrations.accelerate.lent_weights import LentWeights
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
@@ -184,6 +185,8 @@ class TrainingHooks(HookBase):
         hears = self.smp.main_calls.pass_by
         self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own, hears)
         self.smp.calls.install()
+        lent = LentWeights(model, engine, self.smp.read_weights)
+        engine.views.ask, self.smp.main_calls.moves_on = lent.ask, lent.end
         self.smp.main_calls.begin()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = UnpreparedOptimizers(

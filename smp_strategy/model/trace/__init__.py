@@ -14,6 +14,7 @@ In reading order:
 * ``events.py``: recorded program of one microbatch, the input of planning and routing.
 * ``side_effects.py``: mutations of arguments and of context variables, as results of a call.
 * ``exposed_attributes.py``: attributes of units that code above them reads, as arguments and results of a call.
+* ``object_contents.py``: the same for objects (a key/value cache), which every stage keeps up to date.
 * ``snapshot.py``: capture, diff and restore of modules, containers and objects; which of them are the user's.
 * ``places.py``: where the user's code may write to: modules, containers, variables, hooks, context variables.
 * ``undo_variables.py``: what dry runs do to variables, iterators and functions under ``functools.lru_cache``.

@@ -112,7 +112,7 @@ class _CopyWith(TorchFunctionMode):
         self._make = make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:
+        if func in (Tensor.__deepcopy__, Tensor.clone):  # the latter copies a placed tensor
             return self._make(TensorSpec.of(args[0]))
         return func(*args, **(kwargs or {}))
 

@@ -76,8 +76,11 @@ class Callee:
 
     def with_state(self) -> "Callee":
         """The same callee with the exposed attributes as an argument; see [Note: exposed attributes]."""
-        compiled = self.compiled and exposing(self.compiled, self.exposed)
-        return replace(self, function=exposing(self.function, self.exposed), compiled=compiled)
+        return self.around(lambda function: exposing(function, self.exposed))
+
+    def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "Callee":
+        """The same callee with its functions wrapped."""
+        return replace(self, function=wrap(self.function), compiled=self.compiled and wrap(self.compiled))
 
 
 @final

@@ -40,6 +40,7 @@ __all__ = [
     "apply_changes",
     "containers_of_objects",
     "is_object",
+    "objects_in",
     "watched",
     "additions",
     "collector_key",
@@ -115,9 +116,12 @@ def is_object(leaf: Any) -> bool:
     return not isinstance(leaf, _WITHOUT_STATE) and not callable(leaf)
 
 
-def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
-    """All containers below the objects among ``leaves``."""
-    found: dict[int, Any] = {}
+def objects_in(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """All containers below the objects among ``leaves``, each once: the list, dict or object, and what holds its items.
+
+    Of an object the latter is its ``__dict__``. The order is that of a search from the outside in.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
 
     def visit(item: Any) -> None:
         if id(item) in found or isinstance(item, Tensor | nn.Module | type):
@@ -126,7 +130,7 @@ def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
         if hasattr(item, "__dict__") and not callable(item):
             inner = vars(item)
         if isinstance(inner, list | dict):
-            found[id(item)] = inner
+            found[id(item)] = (item, inner)
         if isinstance(inner, list | dict | tuple):
             for child in inner.values() if isinstance(inner, dict) else inner:
                 visit(child)
@@ -135,6 +139,11 @@ def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
         if is_object(leaf):
             visit(leaf)
     return list(found.values())
+
+
+def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
+    """What holds the items of :func:`objects_in`."""
+    return [inner for _, inner in objects_in(leaves)]
 
 
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
