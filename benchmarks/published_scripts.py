@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import torch
 
@@ -94,10 +95,15 @@ CASES = {
         *("2cbfea64", GPT2, "train_gpt_simple.py", f"{SHARDED} --same_seed 1 --save_final_full_model 1"),
         *(2, "gpt2-simple-dp2"),
     ),
-    "gpt2-custom-one": Case("53dedee1", CUSTOM, "train_gpt_custom.py", ALONE, 1),
-    "gpt2-custom-pp2": Case("53dedee1", CUSTOM, "train_gpt_custom.py", PIPELINE, 2, "gpt2-custom-one"),
+    "gpt2-custom-one": Case("53dedee1", CUSTOM, "train_gpt_custom.py", f"{ALONE} {WHOLE}", 1),
+    "gpt2-custom-pp2": Case("53dedee1", CUSTOM, "train_gpt_custom.py", f"{PIPELINE} {WHOLE}", 2, "gpt2-custom-one"),
     "gpt2-custom-tp2": Case(
-        "53dedee1", CUSTOM, "train_gpt_custom.py", f"{HALVES} --match_weights 1", 2, "gpt2-custom-one"
+        "53dedee1",
+        CUSTOM,
+        "train_gpt_custom.py",
+        f"{HALVES} --hidden_width 128 --match_weights 1",
+        2,
+        "gpt2-custom-one",
     ),
     "neox-one": Case("173ccfd9", NEOX, "train.py", f"{ALONE} --model_type gpt_neox", 1),
     "neox-pp2": Case("173ccfd9", NEOX, "train.py", f"{PIPELINE} --model_type gpt_neox", 2, "neox-one"),
@@ -261,7 +267,7 @@ def run(arguments: list[str]) -> int:
         if name.partition(".")[0] in absent:
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__spec__ = ModuleSpec(name, None)
-            vars(sys.modules[name]).update(dict.fromkeys(UNUSED, object), __path__=[])
+            vars(sys.modules[name]).update(dict.fromkeys(UNUSED, object), __path__=[], resource=MagicMock())
     return run_script(arguments)
 
 
