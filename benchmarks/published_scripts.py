@@ -86,7 +86,7 @@ CASES = {
     "gpt2-six": Case("198c0bd6", GPT2, "train.py", f"{ALONE} --max_steps 6", 1),
     "gpt2-own-one": Case("198c0bd6", GPT2, "train.py", f"{ALONE} {OWN}", 1),
     "gpt2-own-pp2": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} {OWN}", 2, "gpt2-own-one"),
-    "gpt2-own-tp2": Case("198c0bd6", GPT2, "train.py", f"{HALVES} {OWN}", 2, "gpt2-own-one"),
+    "gpt2-own-tp2": Case("198c0bd6", GPT2, "train.py", f"{HALVES} {OWN}", 2, "gpt2-one"),
     "gpt2-own-dp2": Case("198c0bd6", GPT2, "train.py", f"--same_seed 1 {OWN}", 2),
     "gpt2-own-sdp2": Case("198c0bd6", GPT2, "train.py", f"{SHARDED} --same_seed 1 {OWN}", 2, "gpt2-own-dp2"),
     "gpt2-simple-one": Case("2cbfea64", GPT2, "train_gpt_simple.py", ALONE, 1),
