@@ -25,7 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
-from unittest.mock import MagicMock
 
 import torch
 
@@ -268,7 +267,7 @@ def run(arguments: list[str]) -> int:
         if name.partition(".")[0] in absent:
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__spec__ = ModuleSpec(name, None)
-            vars(sys.modules[name]).update(dict.fromkeys(UNUSED, object), __path__=[], resource=MagicMock())
+            vars(sys.modules[name]).update(dict.fromkeys(UNUSED, object), __path__=[])
     return run_script(arguments)
 
 
