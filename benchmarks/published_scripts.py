@@ -29,11 +29,15 @@ from typing import NamedTuple
 import torch
 
 MODEL = "training/distributed_training/pytorch/model_parallel"
-GPT2, NEOX, GPT_J = f"{MODEL}/gpt2", f"{MODEL}/gpt-neox", f"{MODEL}/gpt-j"
+GPT2, NEOX, GPT_J, CUSTOM = f"{MODEL}/gpt2", f"{MODEL}/gpt-neox", f"{MODEL}/gpt-j", f"{MODEL}/gpt2-custom"
 PIPELINE, HALVES = "--pipeline_parallel_degree 2 --microbatches 2", "--tensor_parallel_degree 2"
 ALONE = "--microbatches 2"
 BERT_SCRIPT = "sagemaker_smp_pretrain.py"
-WHOLE = "--tensor_parallel_degree 1 --hidden_width 128"
+# Without decay: split models have layer norms of the library's class, which these scripts except from it.
+WIDE = "--hidden_width 128 --weight_decay 0"
+WHOLE = f"--tensor_parallel_degree 1 {WIDE}"
+# A limit that clips nothing, because without sharding the scripts do not clip.
+SHARDED = "--sharded_data_parallel_degree 2 --grad_clip 1000"
 OWN = "--use_distributed_transformer 0"
 
 SMALL = (
@@ -70,9 +74,10 @@ CASES = {
     "gpt2-pp2": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} --manual_partition 1", 2, "gpt2-one"),
     "gpt2-tp2": Case("198c0bd6", GPT2, "train.py", f"{HALVES} --checkpoint_sublayers 1", 2, "gpt2-one"),
     "gpt2-pp2-tp2": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} {HALVES}", 4, "gpt2-one"),
-    "gpt2-sdp2": Case("198c0bd6", GPT2, "train.py", "--sharded_data_parallel_degree 2 --same_seed 1", 2, "gpt2-dp2"),
+    "gpt2-sdp2": Case("198c0bd6", GPT2, "train.py", f"{SHARDED} --same_seed 1", 2, "gpt2-dp2"),
     "gpt2-dp2": Case("198c0bd6", GPT2, "train.py", "--same_seed 1", 2),
-    "gpt2-pp2-fp16": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} --manual_partition 1 --fp16 1"),
+    "gpt2-fp16": Case("198c0bd6", GPT2, "train.py", f"{ALONE} --fp16 1", 1),
+    "gpt2-pp2-fp16": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} --manual_partition 1 --fp16 1", 2, "gpt2-fp16"),
     "gpt2-delayed-bf16": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} --delayed_param 1 --bf16 1 --skip_tracing 1"),
     "gpt2-zero1": Case("198c0bd6", GPT2, "train.py", "--shard_optimizer_state 1 --same_seed 1", 2, "gpt2-dp2"),
     "gpt2-saved": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} --save_final_full_model 1", 2, "gpt2-one"),
@@ -80,19 +85,44 @@ CASES = {
     "gpt2-six": Case("198c0bd6", GPT2, "train.py", f"{ALONE} --max_steps 6", 1),
     "gpt2-own-one": Case("198c0bd6", GPT2, "train.py", f"{ALONE} {OWN}", 1),
     "gpt2-own-pp2": Case("198c0bd6", GPT2, "train.py", f"{PIPELINE} {OWN}", 2, "gpt2-own-one"),
+    "gpt2-own-tp2": Case("198c0bd6", GPT2, "train.py", f"{HALVES} {OWN}", 2, "gpt2-one"),
+    "gpt2-own-dp2": Case("198c0bd6", GPT2, "train.py", f"--same_seed 1 {OWN}", 2),
+    "gpt2-own-sdp2": Case("198c0bd6", GPT2, "train.py", f"{SHARDED} --same_seed 1 {OWN}", 2, "gpt2-own-dp2"),
     "gpt2-simple-one": Case("2cbfea64", GPT2, "train_gpt_simple.py", ALONE, 1),
     "gpt2-simple-pp2": Case("2cbfea64", GPT2, "train_gpt_simple.py", PIPELINE, 2, "gpt2-simple-one"),
-    "gpt2-simple-sdp2": Case("2cbfea64", GPT2, "train_gpt_simple.py", "--sharded_data_parallel_degree 2"),
+    "gpt2-simple-tp2": Case("2cbfea64", GPT2, "train_gpt_simple.py", HALVES, 2, "gpt2-simple-one"),
+    "gpt2-simple-dp2": Case("2cbfea64", GPT2, "train_gpt_simple.py", "--same_seed 1", 2),
+    "gpt2-simple-sdp2": Case(
+        *("2cbfea64", GPT2, "train_gpt_simple.py", f"{SHARDED} --same_seed 1 --save_final_full_model 1"),
+        *(2, "gpt2-simple-dp2"),
+        parameters='{"sdp_gradient_clipping": 1000}',
+    ),
+    "gpt2-custom-one": Case("53dedee1", CUSTOM, "train_gpt_custom.py", f"{ALONE} {WHOLE}", 1),
+    "gpt2-custom-pp2": Case("53dedee1", CUSTOM, "train_gpt_custom.py", f"{PIPELINE} {WHOLE}", 2, "gpt2-custom-one"),
+    "gpt2-custom-tp2": Case(
+        "53dedee1",
+        CUSTOM,
+        "train_gpt_custom.py",
+        f"{HALVES} {WIDE} --match_weights 1",
+        2,
+        "gpt2-custom-one",
+    ),
     "neox-one": Case("173ccfd9", NEOX, "train.py", f"{ALONE} --model_type gpt_neox", 1),
     "neox-pp2": Case("173ccfd9", NEOX, "train.py", f"{PIPELINE} --model_type gpt_neox", 2, "neox-one"),
     "neox-tp2": Case("653a1f4d", GPT_J, "train.py", f"{HALVES} --model_type gpt_neox", 2, "neox-one"),
+    "neox-own-one": Case("173ccfd9", NEOX, "train.py", f"{ALONE} --model_type gpt_neox {OWN}", 1),
+    "neox-own-pp2": Case("173ccfd9", NEOX, "train.py", f"{PIPELINE} --model_type gpt_neox {OWN}", 2, "neox-own-one"),
     "gpt-j-one": Case("47196909", GPT_J, "train_gptj_simple.py", f"{ALONE} {WHOLE}", 1),
     "gpt-j-pp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-j-one"),
-    "gpt-j-tp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{HALVES} --hidden_width 128", 2, "gpt-j-one"),
+    "gpt-j-tp2": Case("47196909", GPT_J, "train_gptj_simple.py", f"{HALVES} {WIDE}", 2, "gpt-j-one"),
+    "gpt-j-fp16": Case(
+        "47196909", GPT_J, "train_gptj_simple.py", f"{ALONE} {WHOLE}", 1, "gpt-j-one", parameters='{"fp16": true}'
+    ),
     "gpt-neo-one": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{ALONE} {WHOLE}", 1),
     "gpt-neo-pp2": Case(
         "8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{PIPELINE} {WHOLE}", 2, "gpt-neo-one"
     ),
+    "gpt-neo-tp2": Case("8e973ecc", f"{MODEL}/gpt-neo", "train_gptneo_simple.py", f"{HALVES} {WIDE}", 2, "gpt-neo-one"),
     "t5-one": Case("653a1f4d", f"{MODEL}/flan-t5", "train.py", f"{ALONE} --model_type flan_t5 --flash_attention 0", 1),
     "t5-pp2": Case(
         "653a1f4d", f"{MODEL}/flan-t5", "train.py", f"{PIPELINE} --model_type flan_t5 --flash_attention 0", 2, "t5-one"
@@ -102,6 +132,13 @@ CASES = {
         *("7ed6accf", f"{MODEL}/bert/bert_example", BERT_SCRIPT, "", 2, "bert-one", BERT),
         '{"partitions": 2, "microbatches": 2, "ddp": true}',
     ),
+}
+CASES |= {
+    f"falcon-{name}": Case(
+        *("653a1f4d", f"{MODEL}/falcon", "train.py", f"{more} {OWN} --model_type falcon --num_heads_kv 1"),
+        *(ranks, "" if name == "one" else "falcon-one"),
+    )
+    for name, more, ranks in (("one", ALONE, 1), ("pp2", PIPELINE, 2), ("tp2", HALVES, 2))
 }
 # Imported by scripts for what these cases do not ask for: data, reports, kernels.
 ABSENT = (
@@ -114,9 +151,16 @@ UNUSED = (
     *("py3nvml", "FlashAttention", "rearrange", "multi_tensor_applier", "ClientError", "amp", "_amp_state"),
     *("DistributedDataParallel", "flat_dist_call"),
 )
-# What PyTorch 2 has taken away, and a wrapper of the library's version 1.6.
+# What PyTorch 2 has taken away, a wrapper of the library's version 1.6, tensors of its ZeRO for a log that is off, and
+# Falcon before it came to Transformers.
 EDITS = {
+    r"_parallel_degree > 1 and args\.use_distributed_transformer == 0": r"\g<0> and args.log_param_norms",
     r"from torch\._six import inf": "from torch import inf",
+    r"from modelling_RW import": "from transformers import FalconConfig, FalconForCausalLM as",
+    r"AutoConfig.*falcon-7b.*\)": "FalconConfig(vocab_size=args.vocab_size)",
+    r"model_config\.n_head_kv": "model_config.num_kv_heads",
+    r"model_config\.n_head\b": "model_config.num_attention_heads",
+    r"model_config\.n_layer\b": "model_config.num_hidden_layers",
     r"m\.module\.module\.transformer": "m.module.transformer",
 }
 # On a host without a GPU.

@@ -23,6 +23,7 @@ from smp_strategy.integrations.sagemaker.creation import (
     set_partition,
     set_tensor_parallelism,
     tensor_parallelism,
+    tp_register,
     tp_register_with_module,
 )
 from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
@@ -67,7 +68,6 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
 from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
 from smp_strategy.integrations.sagemaker.step_values import StepOutput
-from smp_strategy.tensor_parallel.plan.registry import tp_register
 
 __all__ = [
     "CommGroup",

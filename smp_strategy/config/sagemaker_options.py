@@ -56,10 +56,12 @@ def read_sagemaker(
             know; lists all mistakes.
     """
     notes: list[str] = []
-    parameters = {**_canonical(_parameters(given, notes)), **_canonical(_parameters(launched, notes))}
-    is_v2 = any(name in V2 and name not in V1 for name in parameters)
+    both = [_parameters(given, notes), _parameters(launched, notes)]
+    is_v2 = any(name in V2 and name not in V1 for each in both for name in each)
     keys, translate = (V2, _translate_v2) if is_v2 else (V1, _translate_v1)
-    parameters = checked(parameters, keys, "`parameters`")
+    parameters: dict[str, Any] = {}
+    for each in both:
+        parameters.update(_canonical(checked(each, keys, "`parameters`")))
     notes += [f"`{name}` has no effect: {keys[name].reason}." for name in parameters if keys[name].reason]
     problems: list[str] = []
     options = translate(parameters, notes, problems, world_size)
@@ -79,7 +81,7 @@ def _parameters(given: Any, notes: list[str]) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, str | os.PathLike):
-        return _parameters(_read(Path(given)), notes)
+        return _parameters(_read(given, "SageMaker's configuration"), notes)
     if not isinstance(given, Mapping):
         raise ConfigError(
             "SageMaker's configuration must be a dict (`distribution` of an estimator, or its `parameters`) or the "
@@ -107,8 +109,8 @@ def _parameters(given: Any, notes: list[str]) -> dict[str, Any]:
     if not model.get("enabled", False):
         raise ConfigError('`modelparallel` is not enabled: set `"enabled": True` beside its `parameters`.')
     inside = model.get("parameters", {})
-    inside = _read(Path(inside)) if isinstance(inside, str | os.PathLike) else inside
-    return checked(inside, {**V1, **V2, "partitions": Key()}, "`parameters`")
+    inside = _read(inside, "`parameters`") if isinstance(inside, str | os.PathLike) else inside
+    return checked(inside, {**V1, **V2}, "`parameters`")
 
 
 def _canonical(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,11 +126,13 @@ def _canonical(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> Any:
+def _read(path: str | os.PathLike[str], what: str) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"SageMaker's configuration cannot be read from {path}: {error}") from error
+        raise ConfigError(
+            f"{what} cannot be read from {path}: {error}. Give a JSON file, or the dict itself."
+        ) from error
 
 
 def _translate_v1(
@@ -254,7 +258,7 @@ _FLAG: Final = Key(bool)
 _DEGREE: Final = Key(range(1, _ANY_SIZE))
 
 V1: Final[Mapping[str, Key]] = {
-    **dict.fromkeys(("pipeline_parallel_degree", "microbatches", "active_microbatches"), _DEGREE),
+    **dict.fromkeys(("partitions", "pipeline_parallel_degree", "microbatches", "active_microbatches"), _DEGREE),
     **dict.fromkeys(("tensor_parallel_degree", "sharded_data_parallel_degree"), _DEGREE),
     **dict.fromkeys(("pipeline", "optimize", "memory_weight", "placement_strategy", "partition_file"), Key()),
     **dict.fromkeys(("auto_partition", "load_partition", "prescaled_batch", "offload_activations"), _FLAG),

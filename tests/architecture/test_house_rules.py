@@ -110,13 +110,26 @@ def test_pages_name_files_that_exist():
     offenders = []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]:
         text = page.read_text()
-        for found in re.finditer(r"`(?P<file>[\w/]+/\w+\.py)`|\]\((?P<link>[^)]+)\)", text):
+        for found in re.finditer(r"`(?P<file>(?:[\w/]+/|test_)\w+\.py)`|\]\((?P<link>[^)]+)\)", text):
             file, link = found["file"], (found["link"] or "").partition("#")[0]
             if f"/{file}" in ends if file else link.startswith("http") or (page.parent / link).exists():
                 continue
             line = text.count("\n", 0, found.start()) + 1
             offenders.append(f"{name_of(page)}:{line}: there is no {file or link}")
     assert not offenders, "\n".join(offenders)
+
+
+def test_each_feature_of_sagemakers_library_has_a_test_or_a_reason():
+    table = (ROOT / "docs" / "sagemaker.md").read_text().partition("## Coverage")[2].strip().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")][1:]
+    assert len(rows) >= 55
+    for row in rows:
+        feature, proof = row
+        named = re.findall(r"`([\w/]+(?:\.py)?)`", proof)
+        tests = [name for name in named if name.split("/")[0] in TEST_FOLDERS or name.startswith("test_")]
+        assert tests or len(proof.split()) >= 4, feature
+        folders = [name for name in tests if not name.endswith(".py")]  # files are checked on all pages
+        assert all((ROOT / "tests" / name).is_dir() for name in folders), feature
 
 
 def test_the_map_of_a_package_names_all_that_is_in_it(nodes):
@@ -133,6 +146,7 @@ def test_the_map_of_a_package_names_all_that_is_in_it(nodes):
     assert not offenders, "\n".join(offenders)
 
 
+TEST_FOLDERS = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
 WATCHED = {"smp_strategy/distributed/watched_collectives.py", "smp_strategy/distributed/deadlock.py"}
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),

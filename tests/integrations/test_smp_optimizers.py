@@ -53,6 +53,20 @@ def test_a_dynamic_loss_scale_skips_steps_that_overflow_on_all_ranks(layout):
         ]
 
 
+def shapes_of_groups():
+    parameters = {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_param_persistence_threshold": 0}
+    model, optimizer = begin(parameters)
+    train_step(model, *mine(batches()[0]))
+    optimizer.step()
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    return [{names[each]: each.shape for each in group} for group in optimizer.fp16_groups]
+
+
+def test_groups_of_a_sharded_optimizer_have_names_and_whole_shapes():
+    expected = [{name: each.shape for name, each in net().named_parameters()}]
+    assert on_ranks(shapes_of_groups, 2) == [expected, expected]
+
+
 def test_dynamic_scaling_begins_with_sagemakers_scale():
     found, _ = on_ranks(scaled, 2, PP2 | {"fp16": True}, HALF)[0]
     assert found[0][:2] == (2.0**32, True)

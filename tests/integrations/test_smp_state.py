@@ -66,6 +66,26 @@ def test_training_goes_on_with_sharded_optimizer_state(tmp_path, how):
     on_ranks(half_way, 2, ZERO1, tmp_path, how)
 
 
+def part_of_optimizer(parameters):
+    model, optimizer = begin(parameters)
+    steps(model, optimizer, batches()[:2])
+    own, whole = optimizer.local_state_dict(), optimizer.state_dict()
+    assert own["param_groups"] == whole["param_groups"]
+    for number, kept in own["state"].items():
+        assert kept.keys() == whole["state"][number].keys()
+        assert all(torch.equal(value, whole["state"][number][key]) for key, value in kept.items())
+    return set(own["state"]), set(whole["state"])
+
+
+@pytest.mark.parametrize("parameters", [LAYOUTS["pp2"][1], ZERO1])
+def test_a_part_of_an_optimizer_has_the_form_of_pytorchs(parameters):
+    (first, whole), (second, _) = on_ranks(part_of_optimizer, 2, parameters)
+    assert first | second == whole
+    assert not first & second
+    assert first
+    assert second
+
+
 def on_first_replica(parameters, folder):
     model, optimizer = begin(parameters)
     steps(model, optimizer, batches()[:2])

@@ -10,6 +10,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations import selection as checkpoint_notes
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.integrations.sagemaker import nn as own_layers
 from smp_strategy.integrations.sagemaker.nn.transformer_layers import own_initialisation
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 from smp_strategy.model import annotations as stages
@@ -26,6 +27,7 @@ __all__ = [
     "set_partition",
     "set_tensor_parallelism",
     "tensor_parallelism",
+    "tp_register",
     "tp_register_with_module",
 ]
 
@@ -38,7 +40,10 @@ _LAYER_OPTIONS: Final = frozenset(
     }
 )
 
+_LAYERS: Final = frozenset(getattr(own_layers, name) for name in own_layers.__all__ if name != "huggingface")
+
 Module = TypeVar("Module", bound=nn.Module)
+Class = TypeVar("Class", bound=type[nn.Module])
 
 
 def partition(index: int) -> AbstractContextManager[None]:
@@ -68,6 +73,21 @@ def set_activation_checkpointing(
     return checkpoint_notes.set_activation_checkpointing(module, preserve_rng_state, pack_args_as_tuple, strategy)
 
 
+def tp_register(
+    dist_module: type[nn.Module],
+    init_hook: Callable[..., Any] | None = None,
+    forward_hook: Callable[..., Any] | None = None,
+    return_hook: Callable[[Any], Any] | None = None,
+) -> Callable[[Class], Class]:
+    """Class decorator that registers a class as :func:`tp_register_with_module` does."""
+
+    def register(kind: Class) -> Class:
+        tp_register_with_module(kind, dist_module, init_hook, forward_hook, return_hook)
+        return kind
+
+    return register
+
+
 def tp_register_with_module(
     module_cls: type[nn.Module],
     dist_module: type[nn.Module],
@@ -75,8 +95,19 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Register the split twin of an existing class; see :mod:`smp_strategy.tensor_parallel.plan.registry`."""
-    registry.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+    """Register the split twin of an existing class; see :mod:`smp_strategy.tensor_parallel.plan.registry`.
+
+    If the twin is a layer of ``smp.nn``, which SageMaker's library puts in the place of a layer with values of its own,
+    the layer stays and is split in place, and the hooks are not called.
+    """
+    registry.check_classes(module_cls, dist_module)
+    if dist_module not in _LAYERS:
+        registry.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+    elif is_initialized():
+        current_run().note(
+            f"`{module_cls.__name__}` is not replaced by `smp.nn.{dist_module.__name__}`: it keeps its layers, which "
+            "are split in place."
+        )
 
 
 def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> AbstractContextManager[None]:

@@ -193,6 +193,11 @@ class DistributedOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Parameters of each group, with whole shapes. Scripts with sharding save names and shapes in this order."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    @property
     def state(self) -> Any:
         """State of the optimizer inside: that of this rank's parameters."""
         return self.optimizer.state

@@ -111,19 +111,26 @@ def full_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
 
 
 def local_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
-    """This rank's part of the state dict."""
+    """This rank's part of the state dict, in the form of PyTorch's: numbers are those of the whole one."""
+    own = {**optimizer.optimizer.state_dict(), PARTIAL: True}
     if not _is_divided(optimizer.model.engine):
-        return {**optimizer.optimizer.state_dict(), PARTIAL: True}
-    groups = optimizer.optimizer.state_dict()["param_groups"]
-    return {"part": _optimizer_part(optimizer), "param_groups": groups, PARTIAL: True}
+        return own
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in _optimizer_part(optimizer).items():
+        number, _, key = name.partition(".")
+        state.setdefault(int(number), {})[key] = value
+    return {**own, "state": state}
 
 
 def load_optimizer_state(optimizer: "DistributedOptimizer", state: Mapping[str, Any]) -> None:
     """Load a state dict of the whole optimizer, or this rank's part of one, which is collective."""
     engine = optimizer.model.engine
-    if "part" in state:
+    if state.get(PARTIAL):
         group = _group(engine, is_sharded=engine.config.shard_optimizer_state)
-        found = _gathered(state["part"], "`optimizer.load_state_dict`", group)
+        part = state.get("part")  # of a file from before version 0.2
+        if part is None:
+            part = {f"{number}.{key}": value for number, kept in state["state"].items() for key, value in kept.items()}
+        found = _gathered(part, "`optimizer.load_state_dict`", group)
         state = {**whole_optimizer_state_dict(optimizer.optimizer, found), "param_groups": state["param_groups"]}
     engine.saved.load_optimizer_state(optimizer.optimizer, state)
 

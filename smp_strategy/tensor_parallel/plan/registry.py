@@ -31,7 +31,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
 
-__all__ = ["registered_blocks", "tp_register", "tp_register_with_module"]
+__all__ = ["check_classes", "registered_blocks", "tp_register", "tp_register_with_module"]
 
 _TWIN = "_smp_twin"
 _CALL = "_smp_built_with"
@@ -97,11 +97,20 @@ def tp_register_with_module(
     Raises:
         ConfigError: One of the two is not a module class.
     """
+    check_classes(module_class, dist_module)
+    setattr(module_class, _TWIN, _Registration(dist_module, init_hook, forward_hook, return_hook))
+    _watch_creation(module_class)
+
+
+def check_classes(module_class: object, dist_module: object) -> None:
+    """Refuse a registration of something that is no class of modules.
+
+    Raises:
+        ConfigError: One of the two is not.
+    """
     for what, kind in (("module_class", module_class), ("dist_module", dist_module)):
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise ConfigError(f"`{what}` must be a class of modules, but is {kind!r}.")
-    setattr(module_class, _TWIN, _Registration(dist_module, init_hook, forward_hook, return_hook))
-    _watch_creation(module_class)
 
 
 def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:

@@ -1,9 +1,15 @@
 """A configuration of SageMaker's library as options."""
 
+import copy
+import functools
 import json
 import logging
 
+import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from smp_strategy import ConfigError, SMPConfig
 from smp_strategy.config.sagemaker_options import V1, V2, read_sagemaker
@@ -92,11 +98,11 @@ def test_variables_win(monkeypatch):
         ({"ddp": False, "tensor_parallel_degree": 2}, r"`tensor_parallel_degree` \(2\) needs replicas"),
         ({"partitions": 2, "pipeline_parallel_degree": 4}, "are the same, but they differ"),
         ({"pipeline": "_only_forward"}, "`pipeline` must be one of"),
-        ({"partitions": 0}, "`pipeline_parallel_degree` must be a whole number from 1 on, but is 0"),
+        ({"partitions": 0}, "`partitions` must be a whole number from 1 on, but is 0"),
         ({"modelparallel": {"enabled": False}}, "`modelparallel` is not enabled"),
         ({"smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}}}, "exclude each"),
         ({"hybrid_shard_degree": 2, "context_parallel_degree": 2}, "sequences are not split over ranks"),
-        ({"hybrid_shard_degree": 2, "partitions": 2}, "`pipeline_parallel_degree` is no key"),
+        ({"hybrid_shard_degree": 2, "partitions": 2}, "`partitions` is no key"),
         ({"dataparallel": {"enabled": True, "bucket": 1}}, "`bucket` is no key of `dataparallel`"),
         (3, "must be a dict"),
         ({"smdistributed": None}, "`smdistributed` must be a dict, but is None"),
@@ -135,6 +141,59 @@ def test_no_value_of_a_wrong_kind_gets_through(more):
                     continue
                 with pytest.raises(ConfigError, match=f"`{name}`"):
                     SMPConfig.from_sagemaker({**others, name: value})
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.binary(max_size=2)
+ODD = st.one_of(
+    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(PLAIN, inner, max_size=2)),
+    st.sampled_from([np.int64(2), np.float32(0.5), np.bool_(True), np.zeros(0), np.ones(2), np.array("x"), (), int]),
+    st.sampled_from(["yes", "no", "2", "nan", ".", "auto", 1, 2, 8]),
+)
+NAMES = [(name, {"ddp": True}) for name in V1] + [(name, {"hybrid_shard_degree": 2}) for name in V2]
+FORMS = {
+    "parameters": lambda given: (given, None),
+    "launcher": lambda given: ({"microbatches": 1} if "ddp" in given else None, given),
+    "library": lambda given: ({"modelparallel": {"enabled": True, "parameters": given}}, None),
+    "estimator": lambda given: (
+        {"smdistributed": {"modelparallel": {"enabled": 1, "parameters": given}}, "mpi": {"enabled": True}},
+        None,
+    ),
+}
+
+
+@settings(max_examples=500, deadline=None)
+@drawn(st.sampled_from(NAMES), ODD, st.sampled_from(sorted(FORMS)))
+def test_any_value_of_a_parameter_gives_a_config_or_an_error_that_names_it(key, value, form):
+    name, others = key
+    given, launched = FORMS[form]({**others, name: value})
+    try:
+        read = read_sagemaker(given, launched=launched)
+        SMPConfig.from_sagemaker_options(read.options)
+    except ConfigError as error:
+        assert f"`{name}`" in str(error)  # noqa: PT017  # either outcome is right
+    else:
+        assert name in {**read.parameters, "partitions": 1}
+
+
+PLACES = [
+    *(("smdistributed",), ("mpi",), ("torch_distributed",), ("mpi", "processes_per_host"), ("mpi", "enabled")),
+    *(("smdistributed", "modelparallel"), ("smdistributed", "dataparallel"), ("mpi", "custom_mpi_options")),
+    *(("smdistributed", "modelparallel", "enabled"), ("smdistributed", "modelparallel", "parameters")),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@drawn(st.sampled_from(PLACES), ODD)
+def test_any_value_in_a_distribution_gives_a_config_or_an_error_that_names_its_place(place, value):
+    given = copy.deepcopy(ESTIMATOR)
+    functools.reduce(lambda level, name: level[name], place[:-1], given)[place[-1]] = value
+    try:
+        read = SMPConfig.from_sagemaker(given)
+    except ConfigError as error:
+        names = (place[-1], "`modelparallel` is not enabled") if isinstance(value, dict) else place[-1:]
+        assert any(name in str(error) for name in names)  # noqa: PT017  # either outcome is right
+    else:
+        assert read.pipeline_parallel_degree in (1, 4)
 
 
 def test_flags_of_hyperparameters_may_be_numbers():

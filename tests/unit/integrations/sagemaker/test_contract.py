@@ -240,6 +240,18 @@ CALLS = {
         for family in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox", "t5")
         for name in (f"state_dict_to_hf_{family}", f"hf_state_dict_to_smdistributed_{family}")
     },
+    **{
+        f"nn.huggingface.{family}.get_hf_{family}_{layer}_hooks": {}
+        for family, layer in (
+            *(("gpt2", "transformer_layer"), ("gpt2", "transformer_lm_head"), ("gptneo", "transformer_lm_head")),
+            *(
+                ("bert", "transformer"),
+                ("roberta", "transformer"),
+                ("gptj", "transformer"),
+                ("t5", "transformer_layer"),
+            ),
+        )
+    },
 }
 VALUES = [
     *("WORLD", "MP_GROUP", "DP_GROUP", "TP_GROUP", "PP_GROUP", "RDP_GROUP"),
