@@ -127,7 +127,7 @@ def load_optimizer_state(optimizer: "DistributedOptimizer", state: Mapping[str, 
     engine = optimizer.model.engine
     if state.get(PARTIAL):
         group = _group(engine, is_sharded=engine.config.shard_optimizer_state)
-        part = state.get("part")  # of a file from before version 0.2
+        part = state.get("part")  # the form of files that are older than this one
         if part is None:
             part = {f"{number}.{key}": value for number, kept in state["state"].items() for key, value in kept.items()}
         found = _gathered(part, "`optimizer.load_state_dict`", group)
