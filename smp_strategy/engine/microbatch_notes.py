@@ -21,6 +21,7 @@ from smp_strategy.pipeline.microbatch import holds_arrays
 
 __all__ = [
     "note_on_comparison",
+    "note_on_whole_batches",
     "notes_on_buffers",
     "notes_on_microbatches",
     "notes_on_objects",
@@ -78,6 +79,11 @@ def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: 
             "microbatches are averaged, weighted by samples, as under gradient accumulation: a loss like that is not "
             f"the sum over the batch, but about 1/{len(sizes)} of it. Use `reduction='mean'`, or set `microbatches=1`."
         )
+
+
+def note_on_whole_batches(reason: Exception) -> str:
+    """Sentence on batches that cannot be cut, where nobody has asked for microbatches."""
+    return f"Batches are not cut into microbatches, and stages do not overlap. {reason}"
 
 
 def note_on_comparison(operation: str, sizes: Sequence[int], *, takes_whole: bool) -> str:

@@ -19,6 +19,7 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.first_step_report import describe_first_step
 from smp_strategy.engine.microbatch_notes import (
+    note_on_whole_batches,
     notes_on_buffers,
     notes_on_microbatches,
     notes_on_objects,
@@ -26,6 +27,7 @@ from smp_strategy.engine.microbatch_notes import (
 )
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.profiling_run import end_if_profiled
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
@@ -74,7 +76,16 @@ def cut(
     source = known()
     if own is not None:
         batch, source = join(batch, own, source)
-    return split(batch, config.num_microbatches(parts.mesh.pp) if num is None else num, source)
+    wanted = config.num_microbatches(parts.mesh.pp) if num is None else num
+    try:
+        return split(batch, wanted, source)
+    except UnsupportedError as error:
+        if wanted == 1 or not parts.chose_microbatches:
+            raise
+        whole = split(batch, 1, source)  # refused as well, if the number of microbatches is not what is wrong
+        parts.report(note_on_whole_batches(error))
+    parts.config = replace(parts.config, microbatches=1)
+    return whole
 
 
 def begin(

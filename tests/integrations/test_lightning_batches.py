@@ -2,12 +2,14 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_toy import CLASSES, FEATURES, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
-from test_lightning_outputs import compare, smp
+from test_lightning_outputs import assert_same, compare, smp
+from test_sample_comparisons_doors import heard
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -253,6 +255,54 @@ def test_loaders_with_batches_of_different_sizes_are_refused(sizes, tmp_path):
 
 def test_loaders_with_batches_of_one_size_are_cut(tmp_path):
     compare(of_two_loaders, 2, tmp_path, (4, 4))
+
+
+class Graphs:
+    """Nodes of all samples, with the sample of each."""
+
+    def __init__(self, samples):
+        self.nodes, self.sample = torch.cat(samples), torch.arange(len(samples)).repeat_interleave(3)
+
+
+def of_objects(folder, smp_options):
+    def step(self, batch, batch_idx):
+        graphs, targets = batch
+        scores = torch.zeros(len(targets), CLASSES).index_add(0, graphs.sample, self.net(graphs.nodes))
+        return nn.functional.cross_entropy(scores, targets)
+
+    def collate(samples):
+        return Graphs(samples), torch.arange(len(samples)) % CLASSES
+
+    module = toy_module(training_step=step, on_train_batch_start=lambda self, batch, batch_idx: None)
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
+    trainer.fit(module, DataLoader(Items(sequence), batch_size=4, collate_fn=collate))
+    return module.state_dict()
+
+
+UNCUT = {"objects": of_objects, "two loaders": partial(of_two_loaders, sizes=(2, 4))}
+
+
+def uncut(folder, smp_options, name):
+    with heard() as text:
+        weights = UNCUT[name](folder, smp_options)
+    return weights, text.getvalue()
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_batches_that_cannot_be_cut_run_whole_if_nobody_has_asked_for_microbatches(name, tmp_path):
+    with quiet():
+        expected = UNCUT[name](tmp_path / "one", None)
+    found = on_ranks(uncut, 2, tmp_path / "smp", {"pipeline_parallel_degree": 2}, name)
+    for weights, _ in found:
+        assert_same(weights, expected)
+    text = found[0][1]
+    assert text.count("Batches are not cut into microbatches, and stages do not overlap. The batch ") == 1
+    assert "What would help most: `microbatches=" not in text
+
+
+def test_objects_beside_tensors_are_refused_if_microbatches_are_given(tmp_path):
+    with pytest.raises(RuntimeError, match=r"`batch\[0\]` \(Graphs\) is an object that holds tensors of its 4 samples"):
+        on_ranks(of_objects, 2, tmp_path, smp(2))
 
 
 @dataclass
