@@ -7,7 +7,7 @@ For training loops that stay with DistributedDataParallel, over gloo::
 
 DistributedDataParallel fills a bucket in the order of backward and passes it to the hook. The hook cuts it into fusion
 buffers of one size, and all-reduces each of them as
-:mod:`smp_strategy.distributed.collectives.hierarchical_all_reduce` describes, while backward goes on. A thread waits
+:mod:`smp_strategy.distributed.collectives.gloo` describes, while backward goes on. A thread waits
 for the sums and completes the future that DistributedDataParallel waits for at the end of backward.
 """
 

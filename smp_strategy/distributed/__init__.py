@@ -9,7 +9,7 @@ Reading order:
 * ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.
 * ``pending_messages``: messages under way, kept alive with their memory.
-* ``shared_arena``, ``first_fit``: memory that processes of a machine share; the addresses in it (pure).
+* ``shared_arena``: memory that processes of a machine share, and the addresses in it.
 * ``device_paths``: ways from one accelerator to another, each behind an interface of its own.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``agreement``: what must be the same on all ranks, how they compare it, and what errors say.

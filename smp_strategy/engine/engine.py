@@ -73,8 +73,7 @@ class Engine:
         chose_microbatches: whether it is the door that has set ``microbatches``.
 
     Attributes:
-        config, timeout: as given.
-        device: device of this rank.
+        config, timeout, device: as given; the device is that of this rank.
         saved: saves and loads the state of the module, of optimizers, and of the engine.
         inspection: explanation of the partition, timelines, memory reports.
         manual: backward and optimizer steps of a :meth:`manual_step`.
@@ -94,10 +93,9 @@ class Engine:
         timeout: timedelta | None = None,
         chose_microbatches: bool = False,
     ) -> None:
-        config = profiled(config)
-        self.config, self.timeout = config, timeout
+        self.config, self.timeout = profiled(config), timeout
         self.device = chosen(device)
-        self._parts = EngineParts(config, self.device, timeout, report)
+        self._parts = EngineParts(self.config, self.device, timeout, report)
         self._parts.chose_microbatches |= chose_microbatches
         self._calls, self.ledger = self._parts.calls, self._parts.ledger
         self.saved = SavedState(self._parts)

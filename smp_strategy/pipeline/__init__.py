@@ -23,8 +23,7 @@ What the core uses:
 ==================== ==========================================================================================
 placed_ops           Tables of operations on placed tensors: reads of values, refused ones.
 outcome              Check of a call's result against its prediction.
-split_backward       Input gradients first, weight gradients later; [Note: split backward].
-weight_gradients     Formulas of deferred weight gradients.
+split_backward       Input gradients first, formulas of weight gradients later; [Note: split backward].
 repeated_uses        Backward that casts the gradients of weights which it reaches on several ways.
 microbatch           Splitting of a batch into microbatches.
 job                  A step to be run, and its result.

@@ -8,10 +8,8 @@ Reading order:
 * ``shared_memory_hop``: the same through shared memory of the ranks of a node.
 * ``relay``: the background thread that forwards what has arrived.
 * ``hierarchical``: gather and reduce in two hops, between nodes and inside them.
-* ``hierarchical_all_reduce``: all-reduces in these hops, each hop in a thread of its own.
 * ``interleaved``: several collectives at a time, step by step in the relay thread.
-* ``all_reduce``: all-reduces in one or two hops.
-* ``gloo``: the implementation over messages, out of the seven above.
+* ``gloo``: the implementation over messages, out of the six above; all-reduces in one or two hops.
 * ``fusion_buffers``: sums of tensors of any size as all-reduces of one size.
 * ``shared_memory_sums``: sums of tensors in memory that all ranks of a node share.
 * ``host_staged``: the same for buffers of an accelerator that ranks share.

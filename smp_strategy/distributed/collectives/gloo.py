@@ -14,23 +14,162 @@ much, a buffer is reduced in slices, one after the other, in the background.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.collectives import direct
-from smp_strategy.distributed.collectives.all_reduce import AllReduces
 from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
-from smp_strategy.distributed.collectives.hierarchical_all_reduce import HierarchicalAllReduces
+from smp_strategy.distributed.collectives.interleaved import Interleaved
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
 from smp_strategy.distributed.deadlock import BegunCollective
 from smp_strategy.distributed.handle import Handle, wait_for
 
-__all__ = ["GlooCollectives"]
+__all__ = ["HierarchicalAllReduces", "AllReduces", "GlooCollectives"]
+
+
+# --- between nodes ---------------------------------------------------------------------------------------------------
+# Hierarchical all-reduces: reduce-scatter and all-gather in two hops each, so that nodes exchange the fewest bytes.
+#
+# In a ring over all ranks, a buffer of `S` bytes crosses the link of each node `2 (N - 1) / N` times for `N` ranks.
+# Here it crosses `2 (n - 1) / n` times for `n` nodes, the least that an all-reduce can do: 1 instead of 1.5 times for
+# two nodes of two ranks. The buffer is cut into as many equal parts as there are ranks. With ranks `(node, place)`::
+#
+#     1   (n, p') -> (n, p)     reduce in the node: the summands of the parts (*, p)
+#     2   (n, p) -> (n', p)     reduce across nodes: the node's sum of the part (n', p)
+#     3   (n, p) -> (n', p)     gather across nodes: the sum of the part (n, p)
+#     4   (n, p) -> (n, p')     gather in the node: the sums of the parts (*, p)
+#
+# All ranks send the same number of bytes in each hop, so the link of a node is shared equally among its ranks. The hops
+# are those of `smp_strategy.distributed.collectives.hierarchical`.
+#
+# **Several at a time.** A buffer is not cut into chunks, because the hops of several buffers overlap. Hop 2 of one
+# all-reduce must not wait until hop 3 of the one before is over: the link would be idle. So each hop after the first
+# has a relay thread of its own, which does that hop of all all-reduces in their order. A hop waits only for earlier
+# hops and for the same hop of earlier all-reduces, hence some hop can always be done.
+
+
+@final
+class HierarchicalAllReduces:
+    """All-reduces of a group that spans nodes.
+
+    Args:
+        messages: Messages between the ranks, which are numbered node by node.
+        per_node: Number of ranks per node.
+    """
+
+    def __init__(self, messages: Messages, per_node: int) -> None:
+        self._rank, self._size = messages.rank, messages.size
+        self._sums_of_node, self._sums, self._forwarded = Relay(), Relay(), Relay()
+        self._hops = HierarchicalCollectives(messages, per_node, self._forwarded, most_chunks=1)
+
+    def start(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Handle[object]:
+        """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
+        whole = self._in_equal_parts(tensor, after)
+        parts = whole.chunk(self._size) if whole.numel() else (whole,) * self._size
+        mine = torch.empty_like(parts[self._rank])
+        of_reduction, of_gather = self._hops.new_tags_for(mine), self._hops.new_tags_for(mine)
+
+        def begin_reduce() -> Callable[[], None]:
+            wait_for(after)
+            pass_on, finish = self._hops.begin_reduce(parts, mine, of_reduction, is_first=True)
+            pass_on()
+            return finish
+
+        def begin_gather() -> tuple[Callable[[], None], Callable[[], None]]:
+            summed_in_node.wait()()
+            parts[self._rank].copy_(mine)
+            return self._hops.begin_gather(parts, mine, of_gather)
+
+        def forward() -> Callable[[], None]:
+            pass_on, finish = summed.wait()
+            pass_on()
+            return finish
+
+        summed_in_node = self._sums_of_node.submit(begin_reduce)
+        summed = self._sums.submit(begin_gather)
+        forwarded = self._forwarded.submit(forward)
+
+        def finish() -> None:
+            forwarded.wait()()
+            if whole is not tensor:
+                tensor.copy_(whole[: tensor.numel()])
+
+        return Handle(finish)
+
+    def close(self) -> None:
+        """End the threads."""
+        for relay in (self._sums_of_node, self._sums, self._forwarded):
+            relay.close()
+
+    def _in_equal_parts(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Tensor:
+        """``tensor`` itself, or a copy with zeros behind it if its elements cannot be dealt out equally."""
+        lacking = -tensor.numel() % self._size
+        if not lacking:
+            return tensor
+        wait_for(after)
+        return torch.cat([tensor, tensor.new_zeros(lacking)])
+
+
+# --- all-reduce ------------------------------------------------------------------------------------------------------
+# Asynchronous all-reduces over messages.
+#
+# An all-reduce begins when its summand is ready, and adds when the other ranks' parts have arrived; with more than two
+# ranks each sums a part of the elements and sends the result to the others.
+
+
+@final
+class AllReduces:
+    """All-reduces of a group.
+
+    Args:
+        messages: Messages between the ranks.
+        relay: Thread that does their steps.
+    """
+
+    def __init__(self, messages: Messages, relay: Relay) -> None:
+        self._messages = messages
+        self._running = Interleaved(relay)
+
+    def start(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Handle[object]:
+        """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
+        tag = self._messages.new_tags(2)
+        is_pair = self._messages.size <= 2
+        return self._running.start(
+            self._exchange(tensor, after, tag) if is_pair else self._in_parts(tensor, after, tag)
+        )
+
+    def _exchange(self, tensor: Tensor, after: Sequence[Handle[object]], tag: int) -> Iterator[None]:
+        """For two ranks: the same bytes as in parts, one hop earlier. Two summands have no order."""
+        messages = self._messages
+        others = [torch.empty_like(tensor) for _ in messages.peers]
+        under_way = [messages.receive(other, peer, tag) for other, peer in zip(others, messages.peers, strict=True)]
+        wait_for(after)
+        under_way += [messages.send(tensor, peer, tag) for peer in messages.peers]
+        yield
+        wait_for(under_way)
+        direct.add_up(tensor, others, is_first=False)
+
+    def _in_parts(self, tensor: Tensor, after: Sequence[Handle[object]], tag: int) -> Iterator[None]:
+        messages = self._messages
+        parts = tensor.tensor_split(messages.size)
+        mine = torch.empty_like(parts[messages.rank])
+        wait_for(after)
+        reduced = direct.reduce(messages, parts, mine, tag, is_first=True)
+        yield
+        reduced.wait()
+        parts[messages.rank].copy_(mine)
+        passed_on = direct.gather(messages, parts, mine, tag + 1)
+        yield
+        passed_on.wait()
+
+
+# --- gloo ------------------------------------------------------------------------------------------------------------
 
 
 @final

@@ -6,11 +6,9 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     strategy, delegating_strategy   Lightning's Strategy API: a run, its steps and data; calls passed on to parts
     strategy_class, tree            the class for one of the two trees; lazy imports from it
     validation                      unsupported Lightning features
-    steps                           a step per microbatch, merged into one result
-    batch_changes                   what a step does to its batch, for the hooks that get it
-    logging, logging_loggers        self.log, self.print and loggers: recorded in steps, logged once
-    metrics, metric_values          torchmetrics objects, and their values for the whole batch
-    trained_metrics                 their values as a loss
+    steps                           a step per microbatch, merged into one result; what it does to its batch
+    logging                         self.log, self.print and loggers: recorded in steps, logged once
+    metrics, metric_values          torchmetrics objects, also as a loss; their values for the whole batch
     user_hooks                      module and callback hooks see the weights of all stages
     precision_plugin                loss scaling and clipping over all ranks
     manual_optimization             backward and optimizer calls of the user's step, once per batch

@@ -6,7 +6,7 @@ replica. The states stay equal there, and ``compute`` reduces them over the repl
 stages: a metric of the logits costs as many bytes as the logits have.
 
 ``forward`` returns the value of the microbatch, which may be trained on
-(:mod:`smp_strategy.integrations.lightning.trained_metrics`); ``self.log`` shows that of the whole batch
+(:mod:`smp_strategy.integrations.lightning.metrics`); ``self.log`` shows that of the whole batch
 (:mod:`smp_strategy.integrations.lightning.metric_values`).
 
 A metric inside a unit is updated on the unit's stage. Outside of steps, ``compute`` first broadcasts its state to all
@@ -16,6 +16,7 @@ After a run, a metric is ordinary again, with its state on all ranks. ``compute`
 the next run.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -33,10 +34,44 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
-from smp_strategy.integrations.lightning.trained_metrics import may_be_trained, trained_value
 from smp_strategy.model.patching import Patches
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["MetricUpdates", "metrics_of", "share_value"]
+__all__ = ["may_be_trained", "trained_value", "MetricUpdates", "metrics_of", "share_value"]
+
+
+# --- trained metrics -------------------------------------------------------------------------------------------------
+# Metric objects as a loss, or a part of one: a value that gradients flow through.
+#
+# Under a pipeline metrics are updated with real values, whose history ends where they are read
+# (`smp_strategy.integrations.lightning.metrics`). If a metric is called with results of the model that require a
+# gradient, its value may be trained on. So the value is computed once more as code of the step, by a copy of the metric
+# with states of its own: these become placed tensors, and the metric's own states stay as they are.
+
+
+def may_be_trained(metric: Metric, args: Any, kwargs: Any) -> bool:
+    """Whether the value of ``metric`` for these arguments may be a part of a loss."""
+    if metric.is_differentiable is False or not torch.is_grad_enabled():
+        return False
+    if type(metric).forward is not Metric.forward or any(isinstance(each, Metric) for each in metric.children()):
+        return False
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(leaf, PlacedTensor) and leaf.requires_grad for leaf in leaves)
+
+
+def trained_value(metric: Metric, args: Any, kwargs: Any) -> Any:
+    """Value of ``metric`` for these arguments alone, with their gradients; its states stay as they are."""
+    twin = copy.copy(metric)  # which has methods of its class again
+    vars(twin).pop("forward", None)
+    for name, default in metric._defaults.items():
+        setattr(twin, name, default.detach().clone().to(metric.device) if isinstance(default, Tensor) else [])
+    twin._update_count, twin._computed, twin._cache, twin._is_synced = 0, None, None, False
+    twin._enable_grad, twin._to_sync, twin._should_unsync = True, False, False
+    twin.update(*args, **kwargs)
+    return twin.compute()
+
+
+# --- metrics of the user ---------------------------------------------------------------------------------------------
 
 
 class MetricUpdates:

@@ -8,11 +8,10 @@ In reading order:
 * ``step_graph``: passes of a step with costs and dependencies; times of any order.
 * ``list_scheduling``: greedy order by priorities, for any segment graph.
 * ``simulate``: the schedule of a policy: the best of its published and greedy orders.
-* ``fill_bubbles``: weight gradients in idle times.
 * ``steps_in_a_row``: steady-state time of steps that follow each other.
 * ``scoring``: objective and limits of the search.
 * ``local_search``: tabu search on the critical path.
-* ``search``: the fastest schedule under memory limits (``pipeline=auto``).
+* ``search``: the fastest schedule under memory limits (``pipeline=auto``); weight gradients in idle times.
 * ``peak_memory``: activations of each stage over time.
 * ``check_plan``: verifies that a plan is complete and free of deadlock.
 

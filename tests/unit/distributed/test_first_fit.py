@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.distributed.first_fit import FirstFit
+from smp_strategy.distributed.shared_arena import FirstFit
 
 CAPACITY, GRANULE = 40, 4
 

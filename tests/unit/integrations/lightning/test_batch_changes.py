@@ -2,7 +2,7 @@
 
 import pytest
 
-from smp_strategy.integrations.lightning.batch_changes import apply_changes, changes_of, contents_of
+from smp_strategy.integrations.lightning.steps import apply_changes, changes_of, contents_of
 
 
 def applied(batch, *changes):

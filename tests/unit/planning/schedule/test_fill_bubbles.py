@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.planning.schedule.check_plan import check
-from smp_strategy.planning.schedule.fill_bubbles import fill_waits
 from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.policies import Policy
-from smp_strategy.planning.schedule.search import Losses, search
+from smp_strategy.planning.schedule.search import Losses, fill_waits, search
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
 from tests.unit.planning.schedule.flows import flow_of, programs
