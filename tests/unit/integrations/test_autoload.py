@@ -112,7 +112,7 @@ print(config.pipeline_parallel_degree, config.microbatches, config.sharded_data_
 print("smp_pp2" in registry.available_strategies(), "ddp" in registry, "smpx" in registry.available_strategies())
 """
     home = {"lightning.pytorch": "integrations.lightning", "pytorch_lightning": "pytorch_lightning"}[tree]
-    assert prepared(code + more) == f"True True smp_strategy.{home}\n2 8 2\nTrue True False"
+    assert prepared(code + more) == f"True True smp_strategy.{home}\n2 None 2\nTrue True False"
 
 
 @pytest.mark.parametrize("fabric", ["lightning.fabric", "lightning_fabric"])

@@ -49,7 +49,7 @@ def test_a_recipe_and_options_go_together_and_the_option_wins():
     [
         ({"SMP_PIPELINE_PARALLEL_DEGREE": "4"}, (4, 8)),
         ({"SMP_PARTITIONS": "4"}, (4, 8)),
-        ({"SMP_CONFIG": "pp4"}, (4, 16)),
+        ({"SMP_CONFIG": "pp4"}, (4, 8)),
         ({"SMP_MICROBATCHES": "2"}, (2, 2)),
     ],
 )
