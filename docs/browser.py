@@ -109,7 +109,7 @@ def views_in(theme: str, site: Path) -> dict[str, View]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """What is wrong with the pages of ``site``, as sentences."""
+    """Problems of the pages of ``site``, as sentences."""
     seen_in = {theme: views_in(theme, site) for theme in THEMES}
     for name, least in PAGES.items():
         views = {theme: seen[name] for theme, seen in seen_in.items()}

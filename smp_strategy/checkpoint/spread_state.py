@@ -208,7 +208,8 @@ def each_in_turn(
     Raises:
         PeerFailedError: another rank could not write.
     """
-    for parts_of_round in in_rounds(parts, sizes):
+    # One round at least: an error may have come before the first part.
+    for parts_of_round in [*in_rounds(parts, sizes)] or [()]:
         with alike(doing):
             for part in parts_of_round:
                 write(part)

@@ -59,9 +59,8 @@ def profiled(config: SMPConfig) -> SMPConfig:
     path = os.environ.get(VARIABLE)
     if not path:
         return config
-    return replace(
-        config, trace_execution_times=True, trace_memory_usage=True, partition_file=path, load_partition=False
-    )
+    measured = replace(config, skip_tracing=False, trace_execution_times=True, trace_memory_usage=True)
+    return replace(measured, partition_file=path, load_partition=False)
 
 
 def end_if_profiled() -> None:

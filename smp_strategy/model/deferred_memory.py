@@ -72,7 +72,7 @@ class DeferredMemory:
 
     @property
     def origin(self) -> Callable[[], Tensor] | None:
-        """What reads these very values; ``None``: they are computed, changed, or have been handed out for good."""
+        """Reader of these very values; ``None``: they are computed, changed, or have been handed out for good."""
         return self._origin if self.kept is None and not self._changes else None
 
     @property

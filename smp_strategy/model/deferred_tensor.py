@@ -92,7 +92,7 @@ class DeferredTensor(Tensor):
 
     @property
     def origin(self) -> Callable[[], Tensor] | None:
-        """What reads these very values; ``None``: they are a part of others, computed, changed or handed out."""
+        """Reader of these very values; ``None``: they are a part of others, computed, changed or handed out."""
         return None if self._node.views else self._node.base.origin
 
     @property

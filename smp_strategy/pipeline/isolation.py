@@ -28,7 +28,7 @@ __all__ = [
     "content_of",
     "is_identical",
     "is_number",
-    "is_same",
+    "is_same_value",
     "late_state",
     "late_switch",
     "merged",
@@ -164,7 +164,7 @@ def is_identical(one: Any, other: Any) -> bool:
 
 def merged(now: Any, found: Any, value: Any) -> Any:
     """``now`` with the change from ``found`` to ``value``: others have counted, appended or filled slots since, too."""
-    if is_identical(now, found) or is_same(now, found):
+    if is_identical(now, found) or is_same_value(now, found):
         return value
     if is_number(value) and (now is MISSING or is_number(now)):
         return value + (0 if now is MISSING else now) - (found if is_number(found) else 0)
@@ -200,7 +200,7 @@ def content_of(value: Any, levels: int = _MOST_LEVELS) -> Content:
     return Content.REAL if isinstance(value, tuple) and Content.PLACED not in contents else Content.PLACED
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same_value(one: Any, other: Any) -> bool:
     """Whether the two are indistinguishable; plain values and containers of them are compared by value."""
     if one is other:
         return True
@@ -210,9 +210,9 @@ def is_same(one: Any, other: Any) -> bool:
     if kind in _PLAIN:
         return bool(one == other)
     if kind in (list, tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return len(one) == len(other) and all(map(is_same_value, one, other))
     if kind is dict:
-        return list(one) == list(other) and all(map(is_same, one.values(), other.values()))
+        return list(one) == list(other) and all(map(is_same_value, one.values(), other.values()))
     if kind in (set, frozenset):
         return all(type(item) in _PLAIN for item in (*one, *other)) and bool(one == other)
     return (
@@ -223,10 +223,12 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number to count with; `True` and `False` are switches."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def late_switch(name: Any, value: Any) -> UnsupportedError:
+    """Error of a number that was put back, although microbatches have gone by it as a count."""
     return UnsupportedError(
         f"The step changes `{name}` for a while and puts {value!r} back, which it has not done before: microbatches "
         "that take turns have gone by the other value, as they do by what a step counts. Let the step do that from "
@@ -236,6 +238,7 @@ def late_switch(name: Any, value: Any) -> UnsupportedError:
 
 
 def late_state(name: Any) -> UnsupportedError:
+    """Error of a number that microbatches may have read before an earlier one had changed it."""
     return UnsupportedError(
         f"The step changes `{name}`, and did not when it was surveyed: microbatches take turns, so that one may have "
         "read it before another has changed it. Let the step do that from the first time on (times 0, say), do it once "

@@ -36,7 +36,7 @@ from smp_strategy.pipeline.isolation import (
     content_of,
     is_identical,
     is_number,
-    is_same,
+    is_same_value,
     late_state,
     late_switch,
     merged,
@@ -135,7 +135,7 @@ class MicrobatchState:
             yield
             self.look()
             for place, before in self._seen.items():
-                self._known.was_put_back[place] = is_same(self._get(place), before)
+                self._known.was_put_back[place] = is_same_value(self._get(place), before)
         finally:
             self._in_turn, self._touched, self._seen = False, {}, {}
 
@@ -253,7 +253,7 @@ class MicrobatchState:
         for place, write in own.items():
             now = self._get(place)
             if write.content is Content.PLAIN:
-                was_put_back = self._known.was_put_back[place] = is_same(write.value, write.found)
+                was_put_back = self._known.was_put_back[place] = is_same_value(write.value, write.found)
                 if was_put_back and is_through and (microbatch, place) in self._guessed:
                     raise late_switch(place.name, write.value)
                 if was_put_back:

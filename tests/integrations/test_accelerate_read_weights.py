@@ -88,7 +88,17 @@ def test_averages_of_weights_are_those_of_one_process(layout, kind, is_main_alon
             torch.testing.assert_close(found, [each.detach() for each in expected], rtol=1e-5, atol=1e-6)
 
 
-def change_weights():
+def change(parameters):
+    for each in parameters:
+        each.data.mul_(0.5)
+
+
+def read(parameters):
+    sum(each.detach().sum() for each in parameters)
+
+
+def trained_beside(use, on_main):
+    """Train, and let either the main process or the other one use the parameters alone."""
     accelerator = fresh_accelerator(PP2)
     net = without_dropout()
     model, optimizer = accelerator.prepare(net, adamw(net))
@@ -96,28 +106,15 @@ def change_weights():
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-        if accelerator.is_main_process:
-            for each in net.parameters():
-                each.data.mul_(0.5)
+        if accelerator.is_main_process == on_main:
+            use(net.parameters())
 
 
 def test_weights_that_the_main_process_changes_alone_are_refused():
     with pytest.raises(RuntimeError, match=r"The script has changed `.*accelerator\.smp\.with_weights"):
-        on_ranks(change_weights, 2)
-
-
-def read_elsewhere():
-    accelerator = fresh_accelerator(PP2)
-    net = without_dropout()
-    model, optimizer = accelerator.prepare(net, adamw(net))
-    for batch in TOKENS.split(4):
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not accelerator.is_main_process:
-            sum(each.detach().sum() for each in net.parameters())
+        on_ranks(trained_beside, 2, change, True)
 
 
 def test_weights_that_another_process_reads_alone_are_refused_with_the_remedy():
     with pytest.raises(RuntimeError, match=r"UnsupportedError: .* needs the values .*smp\.with_weights"):
-        on_ranks(read_elsewhere, 2)
+        on_ranks(trained_beside, 2, read, False)

@@ -26,6 +26,10 @@ def half_way(parameters, folder, how):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if smp.rank() == 0:
             smp.save(state, folder / "full", partial=False)
+    elif how == "older":  # the form in which parts of optimizers were saved at first
+        own = optimizer.local_state_dict()
+        part = {f"{number}.{key}": value for number, kept in own.pop("state").items() for key, value in kept.items()}
+        smp.save({"model": model.local_state_dict(), "optimizer": {**own, "part": part}}, folder / "part")
     elif how == "local":
         smp.save({"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}, folder / "part")
     else:
@@ -43,7 +47,7 @@ def half_way(parameters, folder, how):
             assert smp.resume_from_checkpoint(folder) == {"step": 2}
         else:
             name = "full" if how == "full" else "part"
-            state = smp.load(folder / name, partial=how == "local")
+            state = smp.load(folder / name, partial=how != "full")
             model.load_state_dict(state["model"], same_partition_load=late)
             optimizer.load_state_dict(state["optimizer"])
         steps(model, optimizer, batches()[2:])
@@ -61,7 +65,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path, layout, how):
         assert_same(found, weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["full", "local"])
+@pytest.mark.parametrize("how", ["full", "local", "older"])
 def test_training_goes_on_with_sharded_optimizer_state(tmp_path, how):
     on_ranks(half_way, 2, ZERO1, tmp_path, how)
 

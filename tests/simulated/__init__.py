@@ -63,7 +63,7 @@ def build() -> Path:
             flags = ["-std=c++20", "-O1", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", *(f"-I{each}" for each in folders)]
             # One translation unit: PyTorch's headers are most of the work.
             files = ["-include", SOURCES / "accelerator.cpp", SOURCES / "collectives.cpp"]
-            libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+            libraries = [argument for each in cpp_extension.library_paths() for argument in ("-L", each)]
             needed = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
             made = found.with_suffix(".tmp")
             subprocess.run([compiler, *flags, "-shared", *files, *libraries, *needed, "-o", made], check=True)

@@ -1,5 +1,6 @@
 """Contexts and calls for models that are being created: stages, split layers, delayed values, checkpoints."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, TypeVar
@@ -103,8 +104,9 @@ def tp_register_with_module(
     registry.check_classes(module_cls, dist_module)
     if dist_module not in _LAYERS:
         registry.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
-    elif is_initialized():
-        current_run().note(
+    else:
+        tell = current_run().note if is_initialized() else warnings.warn
+        tell(
             f"`{module_cls.__name__}` is not replaced by `smp.nn.{dist_module.__name__}`: it keeps its layers, which "
             "are split in place."
         )

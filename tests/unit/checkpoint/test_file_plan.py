@@ -1,18 +1,23 @@
 """The plan of a save to files of whole tensors."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_strategy.checkpoint.spread_state import (
+    FirstError,
     PlannedFile,
     PlannedTensor,
     assign_writers,
+    each_in_turn,
     in_rounds,
     portions_in_turn,
 )
 from smp_strategy.checkpoint.stand_in import EntryRecipe, StandIn
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
+from smp_strategy.testing import run_ranks
 
 RANKS = 4
 AMOUNTS = st.lists(st.integers(0, 5), min_size=RANKS, max_size=RANKS)
@@ -86,3 +91,15 @@ def test_rounds_are_all_portions_in_order_and_not_too_large(sizes, most):
     for part in rounds:
         assert len(part) == 1 or sum(sizes[number : number + len(part)]) <= most
         number += len(part)
+
+
+def fail_before_the_first_part():
+    errors = FirstError()
+    if dist.get_rank() == 1:
+        errors.attempt(lambda: 1 / 0)
+    each_in_turn([], [], print, errors, "writing")
+
+
+def test_an_error_before_the_first_part_is_raised_on_all_ranks_also_if_there_are_no_parts():
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run_ranks(fail_before_the_first_part, 2)
