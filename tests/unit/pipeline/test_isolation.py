@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.isolation import is_same
+from smp_strategy.pipeline.isolation import is_same_value
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 
 
@@ -115,8 +115,8 @@ def test_counts_count_in_any_order_of_turns(order):
 
 
 def test_plain_values_that_were_made_anew_are_the_same():
-    assert is_same(["default"], ["default"])
-    assert is_same({"a": (1, None)}, {"a": (1, None)})
-    assert not is_same(1, True)
-    assert not is_same([1], [2])
-    assert not is_same(object(), object())
+    assert is_same_value(["default"], ["default"])
+    assert is_same_value({"a": (1, None)}, {"a": (1, None)})
+    assert not is_same_value(1, True)
+    assert not is_same_value([1], [2])
+    assert not is_same_value(object(), object())
