@@ -203,9 +203,9 @@ def noting_loads(module: Tuned) -> Iterator[list[Loaded]]:
         end, cpu_end = time.perf_counter(), time.process_time()
         assert module.watch is not None
         module.watch.end()
-        spread = self.sharded
-        share = sum(each.nbytes for each in self.parameters if spread is None or not spread.has(each))
-        held = share + (0 if spread is None else spread.held_bytes)
+        spread = self.holdings.sharded
+        share = sum(each.nbytes for each in self.holdings.parameters if not spread.has(each))
+        held = share + spread.held_bytes
         found.append(Loaded(end, cpu_end, end - begin, cpu_end - cpu_begin, held))
 
     LocalModel.__init__ = noted

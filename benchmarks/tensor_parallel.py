@@ -48,8 +48,8 @@ from torch.optim import AdamW
 from wire_bytes import wire_bytes
 from workloads import Chain
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel import sequence_parallel as sequence
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.testing import run_ranks
 

@@ -1,4 +1,4 @@
-"""Full state dict: gathers sharded model and optimizer state on global rank 0, and takes shares of it.
+"""Full state dict: gathers sharded model and optimizer state on global rank 0.
 
 Names, shapes and parameter numbers are those of the unpartitioned module, so a file written under one layout is read
 under any other, or by plain PyTorch.
@@ -10,7 +10,6 @@ Whole tensors are made of a :class:`~smp_strategy.checkpoint.spread_state.Spread
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -20,17 +19,13 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.load import by_parameter, decoded
 from smp_strategy.checkpoint.sources import WholeState, flattened
 from smp_strategy.checkpoint.spread_state import SpreadState
-from smp_strategy.checkpoint.state_dict import LocalShards, encoded, module_state, optimizer_state
-from smp_strategy.data_parallel.optimizer_state import cut_state, kept_per_element
-from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.data_parallel.zero1 import ZeroOptimizer
+from smp_strategy.checkpoint.state_dict import encoded, module_state, optimizer_state
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.tensor_parallel.split_module import ParameterParts
 
 __all__ = [
     "Take",
     "collect",
-    "keep_share",
     "numbered",
     "numbers_of",
     "optimizer_state_on_all_ranks",
@@ -51,7 +46,7 @@ def collect(state: SpreadState | Mapping[str, Any]) -> "OrderedDict[str, Any]":
     return (state if isinstance(state, SpreadState) else SpreadState(state, ())).on_first()
 
 
-def state_dict(holdings: LocalShards, take: Take) -> "OrderedDict[str, Any]":
+def state_dict(holdings: Holdings, take: Take) -> "OrderedDict[str, Any]":
     """The full state dict on global rank 0, an empty one elsewhere; collective. Tied parameters are one tensor in it.
 
     Args:
@@ -66,7 +61,7 @@ def state_dict(holdings: LocalShards, take: Take) -> "OrderedDict[str, Any]":
     return state
 
 
-def spread_optimizer_state(holdings: LocalShards, optimizer: Optimizer) -> SpreadState:
+def spread_optimizer_state(holdings: Holdings, optimizer: Optimizer) -> SpreadState:
     """The state of ``optimizer``, by numbers of parameters: ``0.exp_avg``. Collective."""
     return SpreadState(flattened(optimizer_state(holdings, optimizer, numbers_of(optimizer))["state"]), ())
 
@@ -79,7 +74,7 @@ def whole_optimizer_state_dict(optimizer: Optimizer, entries: Mapping[str, Any])
     return {**optimizer.state_dict(), "state": dict(sorted(state.items()))}
 
 
-def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) -> defaultdict[Any, Any]:
+def optimizer_state_on_all_ranks(holdings: Holdings, optimizer: Optimizer) -> defaultdict[Any, Any]:
     """The full ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
     numbers = numbers_of(optimizer)
     collected = spread_optimizer_state(holdings, optimizer).on_all_ranks()
@@ -115,49 +110,3 @@ def numbers_of(optimizer: Optimizer) -> dict[nn.Parameter, str]:
     """The number of each parameter in ``optimizer.state_dict()``."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {parameter: str(number) for number, parameter in enumerate(parameters)}
-
-
-def keep_share(
-    optimizer: Optimizer,
-    sharding: ZeroOptimizer,
-    sharded: ShardedModule | None = None,
-    parts: ParameterParts | None = None,
-) -> None:
-    """Shard full optimizer state in place: keep this rank's share.
-
-    Args:
-        optimizer: Optimizer with full state.
-        sharding: Tells which parameters this rank updates.
-        sharded: Parameters of which this rank updates a run of elements.
-        parts: Parameters of which this rank has a tensor-parallel part.
-    """
-    for parameter in numbers_of(optimizer):
-        if parameter not in optimizer.state or not sharding.knows(parameter):
-            continue
-        if not sharding.is_mine(parameter):
-            del optimizer.state[parameter]
-            continue
-        if parts is not None and parts.has(parameter):
-            kept = optimizer.state[parameter]
-            kept.update(_cut(kept, parameter, parts))
-        if sharded is not None and sharded.has(parameter):
-            kept = optimizer.state[parameter]
-            if _is_cut(kept, parameter, sharded.own_piece(parameter).numel):
-                continue
-            known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
-            kept.update(cut_state(kept, parameter.shape, partial(sharded.piece_of, parameter), known))
-
-
-def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: ParameterParts) -> Any:
-    """This rank's part of full ``state`` of a split parameter; state of a part is left as it is."""
-    whole = parts.whole_shape(parameter)
-    return pytree.tree_map(
-        lambda leaf: parts.part(parameter, leaf) if isinstance(leaf, Tensor) and leaf.shape == whole else leaf,
-        dict(state),
-    )
-
-
-def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, numel: int) -> bool:
-    """Whether ``state`` is that of a run of ``numel`` elements already, left by an earlier run."""
-    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim}
-    return shapes == {(numel,)} != {tuple(parameter.shape)}

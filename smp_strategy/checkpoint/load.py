@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.state_dict import LocalShards
+from smp_strategy.checkpoint.state_dict import held, to_fill
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source, TensorInfo
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
 from smp_strategy.errors import CheckpointError
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -46,7 +47,7 @@ def optimizer_key(number: int) -> str:
 def load_module(
     module: nn.Module,
     source: Source,
-    holdings: LocalShards | None,
+    holdings: Holdings | None,
     *,
     strict: bool,
     leave_out: Collection[Tensor] = (),
@@ -81,7 +82,7 @@ def load_module(
                 wanted[there[name]] = HeldTensor.whole(tensor.detach())
             elif isinstance(tensor, nn.Parameter):
                 if holdings.is_here(tensor):
-                    wanted[there[name]] = holdings.to_fill(tensor)
+                    wanted[there[name]] = to_fill(holdings, tensor)
             elif holdings.ownership.is_held(name, holdings.mesh.stage):
                 wanted[there[name]] = HeldTensor.whole(tensor.detach())
         source.fill(wanted)
@@ -126,7 +127,7 @@ def load_groups(optimizer: Optimizer, source: Source, number: int, names: Mappin
 
 
 def load_optimizer(
-    optimizer: Optimizer, source: Source, number: int, holdings: LocalShards, names: Mapping[nn.Parameter, str]
+    optimizer: Optimizer, source: Source, number: int, holdings: Holdings, names: Mapping[nn.Parameter, str]
 ) -> None:
     """Load this rank's shards of the state of ``optimizer``; the options of its groups stay.
 
@@ -187,7 +188,7 @@ def read_optimizer(source: Source, number: int, names: Mapping[nn.Parameter, str
     }
 
 
-def load_gradients(source: Source, holdings: LocalShards) -> None:
+def load_gradients(source: Source, holdings: Holdings) -> None:
     """Give parameters the gradients of a checkpoint, if it has any."""
     prefix = f"{GRADIENTS}."
     there = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix)}
@@ -198,14 +199,14 @@ def load_gradients(source: Source, holdings: LocalShards) -> None:
                 dtype = source.tensors[there[name]].dtype
                 local = torch.zeros(holdings.local_shape(parameter), dtype=dtype, device=parameter.device)
                 found[parameter] = local
-                wanted[there[name]] = holdings.held(parameter, local)
+                wanted[there[name]] = held(holdings, parameter, local)
         source.fill(wanted)
         for parameter, local in found.items():
             holdings.give_gradient(parameter, local)
 
 
 def _places(
-    holdings: LocalShards, optimizer: Optimizer, parameter: nn.Parameter
+    holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Callable[[str, TensorInfo], tuple[Tensor, HeldTensor]]:
     """Function that allocates memory for a tensor in the state of ``parameter``, by its name there."""
     whole, local = holdings.whole_shape(parameter), holdings.local_shape(parameter)
@@ -218,7 +219,7 @@ def _places(
         if has_one_per_element(key.replace("#", ""), stored, whole, by_name) if is_sharded else shape == whole:
             like = torch.empty_like(parameter, device="meta") if local == tuple(parameter.shape) else None
             tensor = _memory(local, dtype, parameter.device, like)
-            return tensor, holdings.held(parameter, tensor)
+            return tensor, held(holdings, parameter, tensor)
         tensor = torch.empty(shape, dtype=dtype, device=parameter.device if shape else "cpu")
         return tensor, HeldTensor.whole(tensor)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 from smp_strategy.distributed.mesh import ProcessMesh
@@ -27,15 +28,14 @@ __all__ = ["restore"]
 _END = "the whole module, at the end of a run"
 
 
-def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
-    """Give ``root`` the values of all stages; collective over the stages of a replica.
+def restore(holdings: Holdings, *, keep: bool) -> None:
+    """Give a partitioned module the values of all stages; collective over the stages of a replica.
 
     Args:
-        root: Partitioned module.
-        ownership: Stages of each parameter.
-        mesh: Coordinates of the ranks.
+        holdings: Parameters of this rank.
         keep: Whether this rank wants the whole module; otherwise it only sends.
     """
+    root, ownership, mesh = holdings.module, holdings.ownership, holdings.mesh
     mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]

@@ -15,6 +15,7 @@ Reading order:
 * ``backward_tracking``: calls that a backward needs; weights that autograd has saved.
 * ``collective_order``, ``gather_schedule``: one order of collectives for all ranks; when units are gathered and freed.
 * ``sharded_module``: all units of a stage, as the engine uses them.
+* ``holdings``: where each parameter is, and which part of it this rank holds, updates and saves.
 * ``grad_norm``: global norm; loss scale and overflow.
 * ``optimizer_probe``, ``optimizer_checks``, ``optimizer_dependence``: twins; do pieces or subsets suffice.
 * ``optimizer_state``: state of pieces, full state in hooks, hooks of steps.

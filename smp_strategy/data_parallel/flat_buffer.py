@@ -288,12 +288,6 @@ class FlatBuffer:
             pieces.append(None if parameter.grad is None else self.piece_of(number, parameter.grad))
         self._rest(pieces)
 
-    def fill(self, number: int, value: Tensor) -> None:
-        """Set the parameter ``number`` to a new whole ``value``."""
-        self._retire()
-        self._wait_refreshed()
-        self._put(number, value)
-
     def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Join the ranks' pieces of tensors shaped like the parameters, in memory of its own. Collective.
 

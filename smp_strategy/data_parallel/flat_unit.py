@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
-from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
+from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.precision.dtypes import summed_dtype
 
-__all__ = ["FlatUnit", "ShardPolicy"]
+__all__ = ["FlatUnit", "ShardPolicy", "untracked"]
 
 
 @final
@@ -98,7 +98,7 @@ class FlatUnit:
             entries, collectives.size, keeping.persistence_threshold, 1 if owners is None else owners.size
         )
         dtype = keeping.reduce_dtype
-        with _untracked():
+        with untracked():
             self._buffers = [
                 FlatBuffer(
                     flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners, dtype, guard
@@ -150,19 +150,19 @@ class FlatUnit:
         Args:
             again: Gather again what is gathered here (small parameters excepted), because other ranks may need it.
         """
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.gather(again=again)
 
     def wait(self) -> None:
         """Wait for values that are being gathered, and put them into the parameters."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.wait()
 
     def free(self) -> None:
         """Free the gathered values, except those of small parameters."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.free()
 
@@ -172,7 +172,7 @@ class FlatUnit:
         Raises:
             UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.collect()
 
@@ -182,100 +182,57 @@ class FlatUnit:
         Args:
             factor: Factor of this rank's gradients.
         """
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.reduce(factor)
 
     def wait_reduced(self) -> None:
         """Wait for gradients that are being reduced."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.wait_reduced()
 
     def begin_gradients(self) -> None:
         """Begin a pass: accumulate onto the gradients that the parameters have, as pieces."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.begin_gradients()
 
     def end_gradients(self) -> None:
         """End a pass: give the parameters its gradients, as pieces."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.end_gradients()
 
     def show_pieces(self) -> None:
         """Make every parameter and its gradient this rank's piece, until :meth:`hide_pieces`."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.show_pieces()
 
     def hide_pieces(self) -> None:
         """Let the parameters rest; changes of their values and gradients stay."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.hide_pieces()
 
     def show_whole(self) -> None:
         """Make every parameter and its gradient whole, until :meth:`hide_whole`. Collective."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.show_whole()
 
     def hide_whole(self) -> None:
         """Let the parameters rest; changes of their values and gradients, the same on all ranks, stay."""
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.hide_whole()
 
-    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set parameters to new whole ``values``, the same on all ranks."""
-        with _untracked():
-            for buffer in self._buffers:
-                for number, parameter in enumerate(buffer.parameters):
-                    if parameter in values:
-                        buffer.fill(number, values[parameter])
-
-    def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Copy of this rank's piece of a ``tensor`` with the shape of ``parameter``; one-dimensional."""
-        buffer, number = self._place(parameter)
-        with _untracked():
-            return buffer.piece_of(number, tensor)
-
-    def own_piece(self, parameter: nn.Parameter) -> Piece:
-        """Elements of ``parameter`` that this rank updates."""
-        buffer, number = self._place(parameter)
-        return buffer.own_pieces[number]
-
-    def own_values(self, parameter: nn.Parameter) -> Tensor:
-        """Values of ``parameter`` that this rank updates."""
-        buffer, number = self._place(parameter)
-        return buffer.own_values(number)
-
-    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Strides of ``parameter`` in memory, from which runs are taken."""
-        buffer, number = self._place(parameter)
-        return buffer.layout.slots[number].entry.stride
-
-    def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
-        """All memory of this rank for values of ``parameter``; fill it while it rests, on all ranks alike."""
-        buffer, number = self._place(parameter)
-        with _untracked():
-            return buffer.runs_to_fill(number)
-
-    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
-        """Set the gradient of the resting ``parameter`` to ``piece``, this rank's piece of it."""
-        buffer, number = self._place(parameter)
-        with _untracked():
-            buffer.take_gradient(number, piece)
-
-    def _place(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
-        return next(
-            (buffer, number)
-            for buffer in self._buffers
-            for number, own in enumerate(buffer.parameters)
-            if own is parameter
-        )
+    def places(self) -> Iterator[tuple[nn.Parameter, tuple[FlatBuffer, int]]]:
+        """Each parameter, with its buffer and its number there."""
+        for buffer in self._buffers:
+            for number, parameter in enumerate(buffer.parameters):
+                yield parameter, (buffer, number)
 
     def restore(self, *, keep: bool = True) -> None:
         """Give the parameters their whole values back, in memory of their own, without gradients. Collective.
@@ -283,7 +240,7 @@ class FlatUnit:
         Args:
             keep: Whether this rank gets them as well.
         """
-        with _untracked():
+        with untracked():
             for buffer in self._buffers:
                 buffer.restore(keep=keep)
 
@@ -299,13 +256,13 @@ class FlatUnit:
             The gradient shard of each kind of trained parameters (zeros if there is no gradient), and the work that
             must be over before it is complete.
         """
-        with _untracked():
+        with untracked():
             found = [buffer.take_gradients() for buffer in self._trained]
         return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
 
     def put_gradients(self, shards: Iterable[Tensor]) -> None:
         """Set the gradients to their sums over the replicas: of the shards, or of this rank's own part of them."""
-        with _untracked():
+        with untracked():
             for buffer, shard in zip(self._trained, shards, strict=True):
                 buffer.put_gradients(shard)
 
@@ -315,7 +272,7 @@ class FlatUnit:
 
 
 @contextmanager
-def _untracked() -> Iterator[None]:
+def untracked() -> Iterator[None]:
     """Touch parameters freely, without autograd; buffers made in inference mode are ordinary tensors all the same."""
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         yield

@@ -12,7 +12,6 @@ have the parts; of parameters that are equal on these ranks the norm of the firs
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,23 +20,14 @@ from torch import Tensor, nn
 from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.torch_private import unscale_
+from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 
-__all__ = ["SplitParameters", "global_norm", "agreed", "unscale_gradients"]
+__all__ = ["global_norm", "agreed", "unscale_gradients"]
 
 
 _NORM = "the norm of gradients"
-
-
-class SplitParameters(Protocol):
-    """Parameters that a tensor-parallel group splits, and a collective of its ranks."""
-
-    def has(self, parameter: object) -> bool:
-        """Whether ``parameter`` is split."""
-
-    def of_ranks(self, tensor: Tensor) -> Tensor:
-        """Stack the ranks' ``tensor``, of the same shape on all. Collective."""
 
 
 def global_norm(
@@ -45,9 +35,9 @@ def global_norm(
     counts_here: Callable[[nn.Parameter], bool],
     groups: Sequence[dist.ProcessGroup],
     norm_type: float,
+    parts: ParameterParts,
     *,
     pieces_on: dist.ProcessGroup | None = None,
-    parts: SplitParameters | None = None,
 ) -> Tensor:
     """Norm over the gradients of ``parameters``, each counted on one rank.
 
@@ -57,8 +47,8 @@ def global_norm(
         groups: Groups over which the contributing ranks are distributed: the stages of a replica, and perhaps the
             replicas of a stage.
         norm_type: Order of the norm; ``inf`` for the maximum.
-        pieces_on: Group over which gradients are sharded that are :class:`ShardedGradient` here.
         parts: Parameters that a tensor-parallel group splits.
+        pieces_on: Group over which gradients are sharded that are :class:`ShardedGradient` here.
     """
     mine = [
         (index, parameter.grad)
@@ -83,7 +73,7 @@ def global_norm(
         of_ranks = norms.new_empty(dist.get_world_size(pieces_on), len(parameters))
         collectives.all_gather(list(of_ranks.unbind()), norms[0], group=pieces_on, doing=_NORM).wait()
         norms[0, pieces] = torch.linalg.vector_norm(of_ranks[:, pieces], norm_type, dim=0)
-    if parts is not None:
+    if parts.is_split:
         split = [index for index, parameter in enumerate(parameters) if parts.has(parameter)]
         of_ranks = parts.of_ranks(norms[0])
         norms[0] = of_ranks[0]

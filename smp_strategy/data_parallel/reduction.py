@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
-from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
+from smp_strategy.data_parallel.grad_norm import global_norm
 from smp_strategy.data_parallel.gradient_sums import ReplicaSums, alike, may_be_sparse, sum_gradients
-from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.data_parallel.zero1 import ZeroOptimizer
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import JoinedSums
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.model.ownership import Ownership
 
 __all__ = ["Reduction"]
 
@@ -30,11 +27,7 @@ class Reduction:
     """Sums over ranks that gradients still need.
 
     Args:
-        ownership: Stages that hold each parameter.
-        mesh: Places of the stages and replicas.
-        sharding: Replica that updates each parameter.
-        sharded: Parameters that a shard group holds together, whose gradients it reduces in backward.
-        parts: Parameters that a tensor-parallel group splits.
+        holdings: Parameters of this rank. A shard group reduces the gradients of sharded ones in backward.
         dtype: Dtype in which gradients are sent between replicas; ``None``: that in which they are summed.
         keeps_buffers: Whether each replica keeps its own buffers.
         sums: Way to sum dense gradients over the replicas; ``None``: all-reduces of the backend.
@@ -45,11 +38,7 @@ class Reduction:
 
     def __init__(
         self,
-        ownership: Ownership,
-        mesh: ProcessMesh,
-        sharding: ZeroOptimizer,
-        sharded: ShardedModule | None = None,
-        parts: SplitParameters | None = None,
+        holdings: Holdings,
         dtype: torch.dtype | None = None,
         *,
         keeps_buffers: bool = False,
@@ -57,18 +46,17 @@ class Reduction:
     ) -> None:
         self._dtype = dtype
         self._sums = sums
+        mesh, ownership, sharded = holdings.mesh, holdings.ownership, holdings.sharded
         replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
         self.buffers = BufferSync(ownership.local_modules(mesh.stage), replicas)
-        self._ownership = ownership
+        self._holdings = holdings
         self._mesh = mesh
-        self._sharding = sharding
+        self._sharding = holdings.zero
         self._sharded = sharded
-        self._parts = parts
-        local = ownership.local_parameters(mesh.stage)
-        self._local = [parameter for parameter in local if sharded is None or not sharded.has(parameter)]
+        self._local = [parameter for parameter in holdings.parameters if not sharded.has(parameter)]
         # Local parameters that several stages hold, with the group of these stages.
         self._shared = [
-            (group, [parameter for parameter in parameters if sharded is None or not sharded.has(parameter)])
+            (group, [parameter for parameter in parameters if not sharded.has(parameter)])
             for stages, parameters in ownership.shared().items()
             if (group := mesh.group_of(stages)) is not None
         ]
@@ -83,8 +71,8 @@ class Reduction:
             parameter
             for units, members in ownership.parameters_by_units().items()
             for _, parameter in members
-            if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
-            if parameter not in sparse
+            if len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
+            if not sharded.has(parameter) and parameter not in sparse
         ][::-1]
         # A frozenset keeps the hashes, so joining and comparing sets does not ask each parameter for its own.
         self._all_local = frozenset(self._local)
@@ -136,12 +124,11 @@ class Reduction:
         self._sharding.set_averages_aside(self._in_order(begun - self._pending))
         for _, parameters in self._shared:
             for parameter in parameters:
-                if parameter not in self._pending and not self._is_first(parameter):
+                if parameter not in self._pending and not self._holdings.is_first_here(parameter):
                     # The gradient is already a sum over the stages, and equal on all: only one may count it again.
                     parameter.grad = None
         self._pending |= begun
-        if self._sharded is not None:
-            self._sharded.begin_backward()
+        self._sharded.begin_backward()
 
     def reduce(self, notes: Notes | None = None) -> None:
         """Sum all gradients to which something was added, and synchronise buffers. Collective.
@@ -154,8 +141,7 @@ class Reduction:
 
     def reduce_some(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of ``parameters`` to which something was added. Collective."""
-        if self._sharded is not None:
-            self._sharded.sum_gradients(self._mesh.dp_group)
+        self._sharded.sum_gradients(self._mesh.dp_group)
         wanted = self._pending.intersection(parameters)
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
@@ -183,9 +169,9 @@ class Reduction:
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
         groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
-        deals_out = self._sharded is not None and self._sharded.deals_out
-        pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
-        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
+        pieces_on = self._mesh.dp_group if self._sharded.deals_out else self._mesh.shard_group
+        mine, parts = self._holdings.is_counted_here, self._holdings.parts
+        return global_norm(parameters, mine, groups, norm_type, parts, pieces_on=pieces_on)
 
     def close(self) -> None:
         """End the background threads."""
@@ -203,10 +189,3 @@ class Reduction:
     def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Parameters in ``wanted`` that this rank holds by itself."""
         return self._local if wanted == self._all_local else [each for each in self._local if each in wanted]
-
-    def _is_first(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's stage is the first that holds it."""
-        return self._ownership.first_holder(parameter) == self._mesh.stage
-
-    def _counts_here(self, parameter: nn.Parameter) -> bool:
-        return self._is_first(parameter) and self._sharding.is_mine(parameter)

@@ -23,19 +23,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.flat_layout import Piece
-from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy, untracked
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.collectives.interface import Collectives
+from smp_strategy.distributed.collectives.interface import Collectives, LoneCollectives
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.shard_layout import Run
 
 __all__ = ["ShardedModule"]
 
@@ -86,6 +86,7 @@ class ShardedModule:
             for user in users:
                 self._parts.setdefault(user, []).append("+".join(users))
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
+        self._places = {each: place for unit in self.units.values() for each, place in unit.places()}
         self._shards = shards
         self.group: dist.ProcessGroup | None = None
         self._replicas = replicas
@@ -107,6 +108,11 @@ class ShardedModule:
         self._has_failed = False
         # Stops since the ranks have last compared them.
         self._stops: list[str] = []
+
+    @classmethod
+    def none(cls) -> Self:
+        """No sharded units: all answers are those of whole parameters, and nothing is sent."""
+        return cls({}, LoneCollectives(), None, torch.device("cpu"), timing=GatherPolicy())
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -131,7 +137,7 @@ class ShardedModule:
     @property
     def is_whole(self) -> bool:
         """Whether every parameter and gradient is whole now, for user code."""
-        return self._is_whole
+        return self._is_whole or not self.units
 
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is sharded."""
@@ -265,7 +271,7 @@ class ShardedModule:
                     parameter.grad = None
         # If something was added that is not summed yet, all is averaged once more.
         self._has_sums = self._has_sums and self._is_final
-        self._is_final = False
+        self._is_final = not self.units
 
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Average the gradients over the replicas, if anything was added. Collective.
@@ -332,7 +338,8 @@ class ShardedModule:
             make_whole: Called at the first use, to call :meth:`show_whole`.
             sizes: Whether asking for the size of a parameter is a use as well.
         """
-        self._guard.make_whole, self._guard.sizes = make_whole or self.show_whole, sizes
+        if self.units:
+            self._guard.make_whole, self._guard.sizes = make_whole or self.show_whole, sizes
         try:
             yield
         finally:
@@ -372,33 +379,38 @@ class ShardedModule:
     # Values
 
     def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
-        return self._unit_of[parameter].piece_of(parameter, tensor)
+        """Copy of this rank's piece of a ``tensor`` with the shape of ``parameter``; one-dimensional."""
+        buffer, number = self._places[parameter]
+        with untracked():
+            return buffer.piece_of(number, tensor)
 
-    def own_piece(self, parameter: nn.Parameter) -> Piece:
+    def own_run(self, parameter: nn.Parameter) -> Run:
         """Run of elements of ``parameter`` that this rank updates."""
-        return self._unit_of[parameter].own_piece(parameter)
+        buffer, number = self._places[parameter]
+        piece = buffer.own_pieces[number]
+        return Run(piece.start, piece.start + piece.numel)
 
     def own_values(self, parameter: nn.Parameter) -> Tensor:
         """Values of these elements, as long as the module is sharded."""
-        return self._unit_of[parameter].own_values(parameter)
+        buffer, number = self._places[parameter]
+        return buffer.own_values(number)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Strides of ``parameter`` in memory, from which runs are taken."""
-        return self._unit_of[parameter].stride_of(parameter)
+        buffer, number = self._places[parameter]
+        return buffer.layout.slots[number].entry.stride
 
     def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """All memory of this rank for values of ``parameter``; fill it between passes, on all ranks alike."""
-        return self._unit_of[parameter].runs_to_fill(parameter)
+        buffer, number = self._places[parameter]
+        with untracked():
+            return buffer.runs_to_fill(number)
 
     def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
         """Set the gradient of ``parameter`` to this rank's ``piece`` of one that is already summed."""
-        self._unit_of[parameter].take_gradient(parameter, piece)
-
-    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set parameters to new whole ``values``, the same on all ranks."""
-        for unit in self.units.values():
-            unit.fill(values)
+        buffer, number = self._places[parameter]
+        with untracked():
+            buffer.take_gradient(number, piece)
 
     def restore(self, *, keep: bool, is_last: bool) -> None:
         """Give the parameters their whole values back, without gradients. Collective.

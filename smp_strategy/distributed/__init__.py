@@ -15,6 +15,7 @@ Reading order:
 * ``agreement``: what must be the same on all ranks, how they compare it, and what errors say.
 * ``main_process_calls``: other ranks take part in what only the main process calls.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
+* ``tensor_group``: collectives of split layers, among the ranks of a tensor-parallel group.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.

@@ -260,18 +260,17 @@ class SavedState:
         with ExitStack() as stack:
             stack.enter_context(self._parts.views.put_aside())
             stack.enter_context(self._parts.calls.lifted())
-            if split is not None and local_model is not None and not local_model.is_whole_here:
+            if local_model is not None and not local_model.is_whole_here:
                 stack.enter_context(split.looking_dense())
             yield
 
     @contextmanager
     def looking_as_built(self) -> Iterator[None]:
         """Context for set-up code in which modules look as before the first run; uses of absent values are refused."""
-        split = self._parts.layout.split
         with ExitStack() as stack:
             stack.enter_context(self.looking_plain())
-            if split is not None and self._parts.is_spread:
-                stack.enter_context(split.whole_sizes())
+            if self._parts.is_spread:
+                stack.enter_context(self._parts.layout.split.whole_sizes())
             yield
 
     def full_optimizer_state(self, optimizer: Optimizer, take: full.Take | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ initialisers on the meta device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -70,7 +70,7 @@ class DelayedModule:
         self._loaded: dict[Tensor, Tensor] = {}
         self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
-        self._split: SplitLayerSet | None = None
+        self._split = SplitLayerSet.none()
         self._handles = _remember_loads(root, self._pending, self._loaded)
 
     @property
@@ -129,7 +129,7 @@ class DelayedModule:
                     # Known values fill all of it, so it needs no marks of gaps.
                     is_known = tensor in self._loaded
                     leave_meta(tensor, unset(tensor, self.device, marks=not is_known))
-            with nullcontext() if self._split is None else self._split.looking_dense():
+            with self._split.looking_dense():
                 partial = self._initialisers.run(fresh, self._take)
             for tensor in wanted:
                 if (whole := self._loaded.pop(tensor, tensor)) is not tensor:
@@ -148,7 +148,7 @@ class DelayedModule:
         found: dict[nn.Parameter, ReadRun] = {}
         for parameter in dict.fromkeys(parameters):
             source = self._loaded.get(parameter) if parameter in self._pending else None
-            is_split = self._split is not None and self._split.parts.has(parameter)
+            is_split = self._split.parts.has(parameter)
             if isinstance(source, DeferredTensor) and parameter.is_contiguous() and not is_split:
                 found[parameter] = partial(run_of, source)
         self.pass_over(found)
@@ -264,10 +264,7 @@ class DelayedModule:
     def _take(self, tensor: Tensor, whole: Tensor) -> None:
         if isinstance(whole, DeferredTensor):
             whole = own_values(whole)  # once, though parts of it are copied one by one
-        if self._split is not None and self._split.parts.has(tensor):
-            self._split.parts.fill(tensor, whole)
-        else:
-            tensor.copy_(whole)
+        self._split.parts.fill(tensor, whole)
 
     def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
         with ordinary():
@@ -277,9 +274,7 @@ class DelayedModule:
     def _whole(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DeferredTensor):
             return own_values(tensor).to(self.device)
-        if self._split is not None and self._split.parts.has(tensor):
-            return self._split.parts.join(tensor, tensor)
-        return tensor.detach().clone()
+        return self._split.parts.join(tensor, tensor)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

@@ -286,7 +286,7 @@ class Engine:
         if self._calls.runtime is None:
             # Copies are named now, while they look like the module.
             local_model = parallelize(self._parts, first, list(self.copies()))
-            self.manual.begin(local_model.parameters, local_model.reduction, local_model.sharded)
+            self.manual.begin(local_model.holdings, local_model.reduction)
         if was_surveyed and is_new and (new_step_kinds.needs_look(self._parts) or self.is_spread):
             self._look(first)
         if is_new:

@@ -106,13 +106,13 @@ class Inspection:
         if monitor is None or self._parts.partition is None:
             return {}
         wait_for_all(device)
-        sharded, stage = self._parts.spread.sharded, self._parts.partition.stages[mesh.stage]
+        stage = self._parts.partition.stages[mesh.stage]
         if is_host(device):
             memory, predicted = self._held().total, stage.held.total
         else:
             memory, predicted = torch.accelerator.max_memory_allocated(device), stage.memory_bytes
         mine = monitor.take(
-            gathered=0.0 if sharded is None else sharded.seconds_waited,
+            gathered=self._parts.spread.holdings.sharded.seconds_waited,
             counts=mesh.stage == mesh.pp - 1 and mesh.tp_rank == 0,
             memory=memory,
             predicted=predicted,
@@ -138,7 +138,7 @@ class Inspection:
     def _held(self) -> RankMemory:
         """Memory of this rank between steps, counted."""
         assert self._parts.module is not None
-        spread = self._parts.spread.sharded if self._parts.is_spread else None
+        spread = self._parts.spread.holdings.sharded if self._parts.is_spread else None
         mixed_precision = self._parts.calls.mixed_precision
         copies = 0 if mixed_precision is None else mixed_precision.held_bytes
         with self._parts.views.put_aside():

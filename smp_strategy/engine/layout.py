@@ -5,7 +5,7 @@ finds it filled in, and gets the partition that the state of the optimizers is m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, final
 
 import torch
@@ -15,6 +15,7 @@ from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.activations.selection import CheckpointSelection, choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.given_partition import GivenPartition, num_parameters_of
 from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.model.annotations import placed_modules
@@ -22,7 +23,6 @@ from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.plan.plan import SplitReport
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
@@ -48,16 +48,16 @@ class Layout:
     """Number of parameters of each unit before layers are split."""
     shape_inference: ShapeInference
     """Predictions of results, which all dry runs and steps share."""
-    group: TensorGroup | None
-    """Tensor-parallel group of this rank; ``None``: no layer is split."""
+    group: TensorGroup
+    """Tensor-parallel group of this rank."""
     activation_policies: ActivationPolicies
     """Activation policies of units; from the first step on, those of the partition."""
     costs: Costs
     """Costs of calls: modelled, or measured once the partition is decided."""
     partition: Partition | None = None
     """Stage of each unit; ``None`` until it is decided."""
-    split: SplitLayerSet | None = None
-    """Split layers; ``None``: none are, or not yet."""
+    split: SplitLayerSet = field(default_factory=SplitLayerSet.none)
+    """Split layers."""
     used_by_glue: tuple[Tensor, ...] = ()
     """Parameters and tables of units that code above the units computes with."""
     known_plans: PlanCache | None = None
@@ -96,7 +96,7 @@ class Layout:
             recomputed=recomputed,
             num_parameters=num_parameters,
             shape_inference=ShapeInference(device),
-            group=None if mesh.tp_group is None else TensorGroup(mesh.tp_group),
+            group=TensorGroup(mesh.tp_group),
             activation_policies=recomputed.units,
             costs=Costs.modelled(device),
         )
@@ -110,4 +110,4 @@ class Layout:
     @property
     def split_report(self) -> SplitReport | None:
         """Report on each layer; ``None`` if none are split, or before the first step."""
-        return None if self.split is None else self.split.report
+        return self.split.report if self.split.parts.is_split else None

@@ -8,7 +8,7 @@ the values of other ranks; it lives until the module is full again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -20,16 +20,14 @@ from smp_strategy.checkpoint import full_state_dict as full
 from smp_strategy.checkpoint.load import MODULE, load_module
 from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
-from smp_strategy.checkpoint.state_dict import LocalShards
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.grad_norm import agreed, unscale_gradients
 from smp_strategy.data_parallel.gradient_sums import replica_sums
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
-from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
+from smp_strategy.data_parallel.optimizer_dependence import problems_of_dependence
 from smp_strategy.data_parallel.optimizer_state import FullOptimizerState, mark_own_states
 from smp_strategy.data_parallel.reduction import Reduction
-from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.common_settings import of_optimizer, plain
 from smp_strategy.distributed.agreement.ledger import Ledger
@@ -37,11 +35,11 @@ from smp_strategy.distributed.agreement.topics import UPDATE
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
+from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.own_parameters import OwnParameters
 from smp_strategy.engine.run_outcome import BrokenUpdates
-from smp_strategy.engine.sharded_parameters import shard_parameters
+from smp_strategy.engine.sharded_parameters import take_holdings
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
@@ -79,13 +77,10 @@ class LocalModel:
         delayed: Tensors without values yet, and the device where they are made.
         ledger: Notes for comparison with all ranks.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
-        split: Split layers; ``None``: there are none.
+        split: Split layers.
 
     Attributes:
-        ownership: As given.
-        sharded: Parameters that are sharded over the shard group; ``None``: there are none.
-        holdings: Local rectangles of each parameter, for saving and loading.
-        parts_in_sight: Shows hooks the full parameters of split layers; ``None``: there are none.
+        holdings: Where each parameter is, and which part of it this rank has.
         reduction: Gradient reduction over stages and replicas.
         whole_on: Ranks that have the full module: all, rank 0, or none.
     """
@@ -99,87 +94,52 @@ class LocalModel:
         delayed: DelayedModule,
         ledger: Ledger,
         *,
-        copies: Iterable[nn.Module] = (),
-        split: SplitLayerSet | None = None,
+        split: SplitLayerSet,
+        copies: Sequence[nn.Module] = (),
     ) -> None:
-        self.ownership = ownership
         self._module = module
         self._mesh = mesh
         self._config = config
         self._delayed = delayed
         self._split = split
-        self._parts = parts = None if split is None else split.parts
-        self.parts_in_sight = None
-        if parts is not None:
-            self.parts_in_sight = FullSplitLayers(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
-        copies = list(copies)
-        # Sharded parameters get their values later, unit by unit: see `_with_values`.
-        spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
-        delayed.settle(
-            lambda tensor: mesh.stage in ownership.holders(tensor),
-            later={parameter for members in spread.values() for _, parameter in members},
-            copies=copies,
-        )
-        ownership.release(mesh.stage, copies)
-        deals_out = config.shard_optimizer_state and mesh.shard_group is None
-        self._state = ZeroOptimizer(ownership, mesh, is_on=deals_out, everyone_sees=False)
-        self.sharded = None
-        if mesh.shard_group is not None:
-            self.sharded = shard_parameters(module, ownership, mesh, config, delayed)
-        self.holdings = LocalShards(module, ownership, mesh, self._state, self.sharded, parts)
+        self.holdings = take_holdings(module, ownership, mesh, config, delayed, split.parts, copies)
+        self._sharded, self._state = self.holdings.sharded, self.holdings.zero
+        self._full = FullParameters(self.holdings)
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
-        sharded = self.sharded
         # Those of other stages as well: every rank tells the dtype of a norm by all parameters.
         widened = module.parameters() if config.gradient_dtype == "float32" else ()
-        self._wide = Fp32Gradients(each for each in widened if sharded is None or not sharded.has(each))
+        self._wide = Fp32Gradients(each for each in widened if not self._sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self._updating: Optimizer | None = None
         self._broken = BrokenUpdates()
         self._ledger, self._settings = ledger, dict[str, object]()  # of the next update, beside the optimizer's
         self.reduction = Reduction(
-            ownership,
-            mesh,
-            self._state,
-            self.sharded,
-            self._parts,
+            self.holdings,
             reduce_dtype(config),
             keeps_buffers=not config.broadcast_buffers,
             sums=replica_sums(mesh, delayed.device, config.ddp_reduction),
         )
         self._own = OwnParameters(module)
-        is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
+        is_spread = mesh.pp > 1 or mesh.shard_group is not None or split.parts.is_split
         self.whole_on: RestoreModule = "none" if is_spread else "all"
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters that this rank holds, fully or in part."""
-        return self.ownership.local_parameters(self._mesh.stage)
 
     @property
     def whole_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank's units that are not sharded, so they have their values between uses, too."""
-        names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
+        names = [name for name, stage in self.holdings.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
-        return [each for each in members if self.sharded is None or not self.sharded.has(each)]
-
-    @property
-    def lacking(self) -> Mapping[int, str]:
-        """Names of the parameters of which some ranks do not have the values in steps, by id; the same on all ranks."""
-        spread = () if self.sharded is None else self.ownership.parameters_by_units().values()
-        resting = {id(parameter) for members in spread for _, parameter in members}
-        named = {id(parameter): (name, parameter) for name, parameter in self._module.named_parameters()}
-        return {
-            key: name
-            for key, (name, parameter) in named.items()
-            if key in resting or len(self.ownership.holders(parameter)) < self._mesh.pp
-        }
+        return [each for each in members if not self._sharded.has(each)]
 
     @property
     def sums_wider(self) -> bool:
         """Whether gradients of some weights are added up in a wider dtype than that in which they are computed."""
         casts = compute_dtype(self._config) is not None
-        return casts or self._config.gradient_dtype == "float32" and any(is_half(p.dtype) for p in self.parameters)
+        return (
+            casts
+            or self._config.gradient_dtype == "float32"
+            and any(is_half(p.dtype) for p in self.holdings.parameters)
+        )
 
     @property
     def is_spread_as_made(self) -> bool:
@@ -196,7 +156,7 @@ class LocalModel:
     @property
     def reads_refused(self) -> str:
         """Reason why steps must not read values; empty: they may."""
-        if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
+        if self._mesh.shard_group is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
             return ""
         return (
             "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
@@ -207,17 +167,14 @@ class LocalModel:
     @property
     def parameters_refused(self) -> str:
         """Reason why steps must not ask for gradients of parameters; empty: they may."""
-        if self._parts is not None:
+        if self._split.parts.is_split:
             return "ranks of a tensor-parallel group have parts of parameters"
         return "" if self._mesh.pp == 1 else "it is on some of the stages only"
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """``function`` with weights in place; see :data:`smp_strategy.pipeline.stage.WithWeights`."""
-        if self.sharded is not None:
-            function = self.sharded.call(unit, function, token)
-        else:
-            self._state.arrivals.wait_for(self._parameters_of[unit])
-        return function if self.parts_in_sight is None else self.parts_in_sight.around(function)
+        self._state.arrivals.wait_for(self._parameters_of[unit])
+        return self._full.around(self._sharded.call(unit, function, token))
 
     def settle(self) -> None:
         """Wait for updated parameters that are still being broadcast to this rank, before anything reads them."""
@@ -234,12 +191,11 @@ class LocalModel:
         """
         averages = self.reduction.start() if sums else None
         contexts = [averages.watching] if averages is not None else []
-        sharded = self.sharded
-        if sharded is not None and sums:
-            contexts.append(sharded.around_last)
+        if sums:
+            contexts.append(self._sharded.around_last)
         with (
-            accumulating(self.parameters, continues=continues) as found,
-            nullcontext() if sharded is None else sharded.training(sums=sums),
+            accumulating(self.holdings.parameters, continues=continues) as found,
+            self._sharded.training(sums=sums),
         ):
             yield OngoingBackward(found, averages, partial(_all, contexts))
             if averages is not None:
@@ -252,25 +208,21 @@ class LocalModel:
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of a pass without backward. Collective."""
         self.settle()
-        return nullcontext() if self.sharded is None else self.sharded.evaluating()
+        return self._sharded.evaluating()
 
     # Code of the user
 
     def show_in(self, views: Views, transport: Transport | None, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         """Let ``views`` show weights, gradients and the state of ``optimizers``, of which this rank holds a share."""
-        parameters, mesh = list(self._module.parameters()), self._mesh
-        views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
-        if self._updates_all:
+        views.begin(self.holdings, self._full, transport)
+        if self.holdings.updates_all:
             return
 
         def gather(optimizer: Optimizer) -> Any:
             meet("optimizer.state")
             return full.optimizer_state_on_all_ranks(self.holdings, optimizer)
 
-        def keep_share(optimizer: Optimizer) -> None:
-            full.keep_share(optimizer, self._state, self.sharded, self._parts)
-
-        views.states = FullOptimizerState(optimizers, gather, keep_share)
+        views.states = FullOptimizerState(optimizers, gather, self.holdings.keep_share)
 
     # The optimizer's step
 
@@ -295,8 +247,7 @@ class LocalModel:
         self._note_update(optimizer, settings)
         self._state.begin_update(optimizer)
         self._wide.begin_update(parameters)
-        if self.sharded is not None:
-            self.sharded.show_pieces(parameters)
+        self._sharded.show_pieces(parameters)
         self._updating = optimizer
         return norm
 
@@ -313,13 +264,12 @@ class LocalModel:
         """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""
         self._updating = None
         self._state.end_update(optimizer)
-        if self.sharded is not None:
-            self.sharded.hide_pieces()
+        self._sharded.hide_pieces()
 
     def end_broken_update(self) -> bool:
         """End an update that an error has ended; returns whether there was one until now, of a share only."""
         if self._updating is not None:
-            self._broken.note(is_of_part=not self._updates_all)
+            self._broken.note(is_of_part=not self.holdings.updates_all)
             self.end_update(self._updating)
         return self._broken.has_part
 
@@ -338,14 +288,12 @@ class LocalModel:
         """Changes of weights without a step; see :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
         self._try_optimizers([optimizer])
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if self.sharded is not None:
-            self.sharded.show_pieces(parameters)
+        self._sharded.show_pieces(parameters)
         try:
             with self._state.changing_weights(optimizer), _no_new_states(optimizer):
                 yield
         finally:
-            if self.sharded is not None:
-                self.sharded.hide_pieces()
+            self._sharded.hide_pieces()
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm; see :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
@@ -370,14 +318,14 @@ class LocalModel:
         mesh = self._mesh
         if mesh.shape.world_size > 1:
             collectives.barrier("the whole module, at the end of a run")
-        with nullcontext() if self._split is None else self._split.in_parts():
-            if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
-                self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
+        with self._split.in_parts():
+            if where == "all" or mesh.replicate_rank == 0 or self._sharded.deals_out:
+                self._sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
             # All ranks of rank 0's tensor-parallel group take their parts from all stages; `to_dense` joins them later.
             keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
             if where == "all" or mesh.dp_rank == 0:
-                restore(self._module, self.ownership, mesh, keep=keep)
-        if self._split is not None and keep:
+                restore(self.holdings, keep=keep)
+        if keep:
             self._split.to_dense()
         self.whole_on = where
 
@@ -406,46 +354,28 @@ class LocalModel:
         """
         self._try_optimizers(optimizers)
         for optimizer in optimizers:
-            full.keep_share(optimizer, self._state, self.sharded, self._parts)
+            self.holdings.keep_share(optimizer)
             if self.whole_on == "none" or self._state.is_on:
                 mark_own_states(optimizer)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more than a rank has, also after parameters were added or unfrozen."""
         self._own.refuse_others(optimizers)
-        if self._updates_all:
+        if self.holdings.updates_all:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
         if not new:
             return
         # Names of all stages' parameters, so that all ranks raise the same error.
         names = {parameter: name for name, parameter in self._module.named_parameters()}
-
-        def updaters(parameter: nn.Parameter) -> list[Updater]:
-            stages = self.ownership.holders(parameter)
-            if parameter not in names:  # not of the module, so on every rank
-                return [Updater(stage, replica) for stage in stages for replica in range(self._mesh.dp)]
-            return [Updater(stage, self._state.owner(parameter, stage)) for stage in stages]
-
-        problems = problems_of_dependence(new, updaters, names, self._divided_by) if self._is_divided else []
-        members = () if self.sharded is None else self.ownership.parameters_by_units().values()
-        spread = {parameter: name for group in members for name, parameter in group}
-        cuts = {} if self._parts is None else self._parts.cuts
-        split = {parameter: (names[parameter], cut.dim) for parameter, cut in cuts.items()}
-        problems += problems_of_cuts(new, spread, degree=self._mesh.shape.dp_shard, split=split)
+        held, problems = self.holdings, list[str]()
+        if held.is_divided:
+            problems = problems_of_dependence(new, held.updaters, names, self._divided_by)
+        split = {parameter: (names[parameter], cut.dim) for parameter, cut in self._split.cuts.items()}
+        problems += problems_of_cuts(new, held.sharded_names, degree=self._mesh.shape.dp_shard, split=split)
         if problems:
             raise ConfigError(problems)
         self._tried.update(new)
-
-    @property
-    def _updates_all(self) -> bool:
-        """Whether optimizers see the same parameters here as in a single process."""
-        return not self._is_divided and self.sharded is None and self._parts is None
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether each rank updates only some of the parameters."""
-        return self._mesh.pp > 1 or self._state.is_on
 
     @property
     def _divided_by(self) -> dict[str, object]:
@@ -455,8 +385,7 @@ class LocalModel:
 
     def close(self) -> None:
         """End background work."""
-        if self.sharded is not None:
-            self.sharded.close()
+        self._sharded.close()
         self.reduction.close()
 
 

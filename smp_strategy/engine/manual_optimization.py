@@ -11,13 +11,14 @@ names the alternatives.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.engine.deferred_loss import ForwardStep, deferring_loss
@@ -108,37 +109,31 @@ class ManualSteps:
     def __init__(self, calls: UnitCalls) -> None:
         self._calls = calls
         self._reduction: Reduction | None = None
-        self._sharded: ShardedModule | None = None
+        self._sharded = ShardedModule.none()
         self._hidden: HiddenGradients | None = None
         self._weights: Sequence[float] = ()
 
-    def begin(
-        self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedModule | None = None
-    ) -> None:
+    def begin(self, holdings: Holdings, reduction: Reduction) -> None:
         """Set up for the partitioned model.
 
         Args:
-            parameters: Parameters that this rank holds, fully or in part.
+            holdings: Parameters of this rank.
             reduction: Reduction of their gradients.
-            sharded: Parameters that are sharded over the shard group; ``None``: there are none.
         """
         self._reduction = reduction
-        self._sharded = sharded
-        self._hidden = HiddenGradients(parameters)
+        self._sharded = holdings.sharded
+        self._hidden = HiddenGradients(holdings.parameters)
 
     def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
         """Run a manual step."""
         assert self._calls.runtime is not None
         assert self._hidden is not None
         self._weights = job.weights
-        sharded = self._sharded
-        if sharded is not None:
-            sharded.begin_pass()
+        self._sharded.begin_pass()
         with self._hidden.hidden():
             result = self._calls.runtime.barriers.run(job, microbatches)
-        if sharded is not None:
-            sharded.stop_at("the end of the step")
-            sharded.end_pass()
+        self._sharded.stop_at("the end of the step")
+        self._sharded.end_pass()
         assert self._reduction is not None
         self._reduction.buffers.may_change()
         self._reduction.buffers.meet()
@@ -152,16 +147,14 @@ class ManualSteps:
         noted: Callable[[], AbstractContextManager[None]],
     ) -> ForwardStep:
         """Run a step forward and pause it until its backward, in a context ``noted``. Its losses are not weighted."""
-        runtime, sharded = self._calls.runtime, self._sharded
+        runtime = self._calls.runtime
         assert runtime is not None
         program = deferring_loss(job.step, self._once_in_step, runtime.stage.make_real)
         job = replace(job, step=program, weights=[1.0] * len(microbatches))
-        if sharded is not None:
-            sharded.begin_pass()
+        self._sharded.begin_pass()
         outputs, pause = runtime.barriers.run_to_barrier(job, list(enumerate(microbatches)))
-        if sharded is not None:
-            sharded.stop_at("the end of the forward")
-            sharded.end_pass()
+        self._sharded.stop_at("the end of the forward")
+        self._sharded.end_pass()
 
         def backward(losses: list[Any], retain_graph: bool) -> None:
             assert self._calls.runtime is not None
@@ -182,7 +175,7 @@ class ManualSteps:
     def _around_backward(self) -> Iterator[None]:
         assert self._reduction is not None
         self._reduction.begin_backward()
-        with nullcontext() if self._sharded is None else self._sharded.training(sums=False):
+        with self._sharded.training(sums=False):
             yield
 
     @property
@@ -209,12 +202,10 @@ class ManualSteps:
         def with_gradients(values: list[Any]) -> Any:
             if hidden is None:
                 return act(values)
-            if self._sharded is not None:
-                self._sharded.stop_at(name)
+            self._sharded.stop_at(name)
             with hidden.shown():
                 result = act(values)
-            if self._sharded is not None:
-                self._sharded.begin_pass()
+            self._sharded.begin_pass()
             return result
 
         return runtime.barriers.once(Barrier(name, with_gradients, value), also_dry=also_dry)
@@ -234,8 +225,7 @@ class ManualSteps:
 
     def over_replicas(self, value: Tensor) -> Tensor:
         """Mean of ``value`` over the replicas. Collective."""
-        if self._sharded is not None:
-            self._sharded.let_go()
+        self._sharded.let_go()
         return value if self._reduction is None else self._reduction.over_replicas(value)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

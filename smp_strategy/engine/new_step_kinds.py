@@ -94,7 +94,7 @@ def refuse_rescaled(parts: EngineParts) -> None:
 
 def needs_look(parts: EngineParts) -> bool:
     """Whether a new kind of step needs :func:`look` before it runs."""
-    return parts.layout.module.training or parts.layout.split is not None or not parts.calls.exposed.is_empty
+    return parts.layout.module.training or parts.layout.group.size > 1 or not parts.calls.exposed.is_empty
 
 
 def look(parts: EngineParts, first: FirstStep) -> None:
@@ -123,7 +123,7 @@ def _look(parts: EngineParts, first: FirstStep) -> None:
     layout, mesh = parts.layout, parts.mesh
     refuse_new_hooks(layout)
     has_values = mesh.pp == 1 and mesh.shard_group is None
-    inputs, compared = replace(first.inputs(parts), lacking=parts.spread.lacking), list[str]()
+    inputs, compared = replace(first.inputs(parts), lacking=parts.spread.holdings.lacking), list[str]()
 
     def run_step() -> tuple[Tensor, ...]:
         found = look_for_exposed(
@@ -132,8 +132,7 @@ def _look(parts: EngineParts, first: FirstStep) -> None:
         compared.append(found.comparison)
         return found.used_by_glue
 
-    cuts = {} if layout.split is None else layout.split.cuts
-    used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
+    used_parts = {id(tensor) for tensor in run_step() if tensor in layout.split.cuts}
     if used_parts and has_values:
         # A layer may read its own part: only the uses by other code are errors.
         used_parts &= read_by_others(dict(layout.module.named_modules()), run_step)
@@ -156,8 +155,6 @@ def refuse_new_hooks(layout: Layout) -> None:
     Raises:
         UnsupportedError: there are some.
     """
-    if layout.split is None:
-        return
     problem = layout.split.hook_problem(dict(layout.module.named_modules(remove_duplicate=False)))
     if problem is not None:
         raise UnsupportedError(

@@ -21,6 +21,7 @@ from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.decide import partition_of, relief_of, step_program
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
 from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
@@ -36,7 +37,6 @@ from smp_strategy.planning.planner import PlanningInput
 from smp_strategy.planning.profiling.recorded_calls import construction
 from smp_strategy.precision.dtypes import halved
 from smp_strategy.precision.mixed_precision import MixedPrecision
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
 from smp_strategy.tensor_parallel.split import split_layers
 

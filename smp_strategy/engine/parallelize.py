@@ -18,7 +18,6 @@ except for a module that was built on the meta device: it stays as the last run 
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from smp_strategy.config.config import option_types
 from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.decide import agree_on, decide
 from smp_strategy.engine.dry_run import dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
@@ -52,7 +52,6 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import replicas_of
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.plan.user_choices import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitLayerSet
@@ -78,7 +77,7 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
     """
     layout, mesh = parts.layout, parts.mesh
     parts.delayed.prepare(layout.units, parts.optimizers)
-    if layout.group is not None:
+    if layout.group.size > 1:
         _split_layers(parts, first, layout.group)
     is_first = layout.partition is None
     if is_first:
@@ -93,8 +92,8 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
         parts.config,
         parts.delayed,
         parts.ledger,
-        copies=copies,
         split=layout.split,
+        copies=copies,
     )
     local_model.show_gradients(everyone=parts.gradients_are_seen)
     local_model.take_optimizers(parts.optimizers)
@@ -189,8 +188,8 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
         finally:
             calls.give_back()
 
-    before = None if layout.split is None else dict(layout.split.cuts)
-    watched = None if layout.split is None else layout.split.watched
+    last = layout.split if layout.split_report is not None else None
+    before = None if last is None else dict(last.cuts)
     # Interception keeps the `forward` of units as it was then; splitting changes it, so intercept again afterwards.
     calls.give_back()
     try:
@@ -201,7 +200,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
             strict=config.tensor_parallel_strict,
             stream_dim=config.stream_dim,
             run_step=run_step,
-            before=watched,
+            before=None if last is None else last.watched,
         )
         layout.split = SplitLayerSet(split, group)
         split.report.refuse_unsplit()
@@ -245,7 +244,7 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
             given=layout.given,
             chosen=layout.recomputed.units,
             num_parameters=layout.num_parameters,
-            measuring=nullcontext if group is None else group.alone,
+            measuring=group.alone,
         )
     whole = first.note_comparison(parts, found.comparison) if len(first.sizes) > 1 else None
     if whole is not None:
@@ -265,10 +264,8 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     parts.describe(render_layout(shape, layout.partition, config, layout.split_report))
 
 
-def _agree_on_trace(group: TensorGroup | None, trace: Trace) -> Trace:
+def _agree_on_trace(group: TensorGroup, trace: Trace) -> Trace:
     """``trace`` of the first rank of the tensor-parallel group. Collective over it."""
-    if group is None:
-        return trace
     first = group.objects(trace)[0]
     return Trace(first.events, first.loss)
 
@@ -300,7 +297,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         parameters_refused=local_model.parameters_refused,
         glue=glue,
         replicas=replicas_of(mesh),
-        agree=partial(_agree, layout.group),
+        agree=layout.group.all_of,
     )
     if parts.config.compile:
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
@@ -317,13 +314,6 @@ def _watched(
     if parts.monitor is None or not parts.monitor.searches:
         return function
     return parts.monitor.around_unit(unit, function, token)
-
-
-def _agree(group: TensorGroup | None, is_so: bool) -> bool:
-    """Whether something is true on all ranks of the tensor-parallel group. Collective over it."""
-    if group is None:
-        return is_so
-    return not group.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
 
 
 def _activations(parts: EngineParts, glue: Sequence[nn.Module]) -> UnitWrapper:

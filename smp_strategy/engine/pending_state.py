@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.load import MODULE, load_gradients, load_module, load_optimizer, read_optimizer
-from smp_strategy.checkpoint.state_dict import LocalShards
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.engine.delayed_init import DelayedModule
 
 __all__ = ["PendingState", "PendingOptimizerState"]
@@ -78,7 +78,7 @@ class PendingState:
         kept = {numbers[parameter]: value for parameter, value in self.optimizers[optimizer].read().items()}
         return {**optimizer.state_dict(), "state": dict(sorted(kept.items()))}
 
-    def load(self, holdings: LocalShards) -> None:
+    def load(self, holdings: Holdings) -> None:
         """Load this rank's share of all pending state."""
         if self._module is not None:
             source, strict = self._module

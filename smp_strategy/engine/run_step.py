@@ -67,15 +67,14 @@ def cut(
             different ones.
     """
     group, config, doing = parts.layout.group, parts.config, f"a step ({kind})"
-    own = group if not (is_joint or config.prescaled_batch) else None
+    joins = group.size > 1 and not (is_joint or config.prescaled_batch)
     digest = parts.digest_of(kind, batch if inputs is None else inputs)
-    if group is not None:
-        group.begin(doing, digest if own is None else NO_INPUTS)
+    group.begin(doing, NO_INPUTS if joins else digest)
     if parts.mesh.pp > 1:
         compare_with_earlier(digest, doing, parts.mesh.pp_group)
     source = known()
-    if own is not None:
-        batch, source = join(batch, own, source)
+    if joins:
+        batch, source = join(batch, group, source)
     wanted = config.num_microbatches(parts.mesh.pp) if num is None else num
     try:
         return split(batch, wanted, source)

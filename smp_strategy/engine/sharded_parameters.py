@@ -1,4 +1,4 @@
-"""Sharded parameters of a local model: the shards of a stage, made unit by unit from the full module."""
+"""Holdings of a rank, taken from the full module: values of other ranks are freed, shards are made unit by unit."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,29 +8,63 @@ from torch import nn
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.flat_unit import ShardPolicy
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed.collectives.interface import collectives_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.model.deferred_tensor import ReadRun
 from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
 
-__all__ = ["shard_parameters"]
+__all__ = ["take_holdings"]
 
 
-def shard_parameters(
-    module: nn.Module, ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule
-) -> ShardedModule:
-    """Shard the parameters of this rank's stage over the shard group; each unit gets values just before. Collective.
+def take_holdings(
+    module: nn.Module,
+    ownership: Ownership,
+    mesh: ProcessMesh,
+    config: SMPConfig,
+    delayed: DelayedModule,
+    parts: ParameterParts,
+    copies: Sequence[nn.Module],
+) -> Holdings:
+    """Free the values that this rank does not hold, and shard the parameters of its stage. Collective.
 
     Args:
         module: Full module.
         ownership: Map from parameters to stages.
-        mesh: Process mesh, with a shard group.
+        mesh: Process mesh.
         config: All options.
         delayed: Tensors without values yet, and the device where they are made.
+        parts: Parts of split layers.
+        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
     """
+    is_sharded = mesh.shard_group is not None
+    # Sharded parameters get their values later, unit by unit: see `_with_values`.
+    spread = ownership.parameters_by_units() if is_sharded else {}
+    delayed.settle(
+        lambda tensor: mesh.stage in ownership.holders(tensor),
+        later={parameter for members in spread.values() for _, parameter in members},
+        copies=copies,
+    )
+    ownership.release(mesh.stage, copies)
+    return Holdings(
+        module=module,
+        ownership=ownership,
+        mesh=mesh,
+        zero=ZeroOptimizer(ownership, mesh, is_on=config.shard_optimizer_state and not is_sharded, everyone_sees=False),
+        sharded=_shard(module, ownership, mesh, config, delayed) if is_sharded else ShardedModule.none(),
+        parts=parts,
+    )
+
+
+def _shard(
+    module: nn.Module, ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule
+) -> ShardedModule:
+    """Shard the parameters of this rank's stage over the shard group; each unit gets values just before. Collective."""
     assert mesh.shard_group is not None
     device = delayed.device
     is_on_nodes = mesh.shape.nodes_of_shard_group > 1

@@ -10,6 +10,7 @@ In reading order:
 * ``padded_encoder.py``: ``nn.TransformerEncoder`` with a padding mask, without nested tensors.
 * ``compiled_code.py``: functions that PyTorch's compiler leaves alone.
 * ``shard_layout.py``: the elements of a tensor that a rank holds: runs, rectangles, cuts.
+* ``parameter_parts.py``: parts of parameters that tensor parallelism splits, joined and cut.
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.
 * ``rng.py``: seeds and random streams that do not depend on the layout.
 * ``deferred_tensor.py``: tensors whose values are in a file and are read at the first use.

@@ -1,6 +1,5 @@
 """Tensor parallelism: layers of a module split over the ranks of a group, in place. In reading order:
 
-* ``group``: collectives among the ranks of a group.
 * ``autograd_collectives``: the same with gradients; the algebra of whole, split and summand.
 * ``region``: column- and row-parallel layers, the ends of a split region; one gradient sum for all readers of an input.
 * ``region_rng``: random numbers that differ between ranks inside a region.
@@ -9,6 +8,6 @@
 * ``sequence_parallel``: the residual stream split by tokens or samples.
 * ``plan/``: which layers are split how, from the model and from the user.
 * ``split``: makes the decision and carries it out; start here.
-* ``split_module``: the split layers during a run, as the engine uses them; parts of parameters joined and cut.
+* ``split_module``: the split layers during a run, as the engine uses them.
 * ``joint_batch``: batches of a group's ranks gathered into one.
 """

@@ -28,7 +28,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 
 __all__ = [
     "ReplicatedWeights",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.rng_sync import BatchSource
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import (
     Path,
@@ -33,7 +34,6 @@ from smp_strategy.model.samples import (
     shown_path,
     visited,
 )
-from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["join"]
 

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeGuard, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.autograd_collectives import gather, split, summand
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import SplitLayer
 from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.device import generator_of
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.distributed.torch_private import after_backward, is_in_backward
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["RegionRng"]
 

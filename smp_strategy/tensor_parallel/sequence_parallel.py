@@ -20,9 +20,9 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel.autograd_collectives import ReplicatedWeights
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer
 from smp_strategy.tensor_parallel.region import RowParallelLayer
 from smp_strategy.tensor_parallel.sharded_tensor.parts import InParts

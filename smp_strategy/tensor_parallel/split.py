@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from smp_strategy.distributed.agreement.topics import SPLIT_LAYERS
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.padded_encoder import zero_padding_of
 from smp_strategy.model.shard_layout import Cut
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit
 from smp_strategy.tensor_parallel.layers.embedding import (
     HiddenParallelEmbedding,
@@ -49,7 +49,7 @@ from smp_strategy.tensor_parallel.plan.torch_layers import torch_blocks
 from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
 
-__all__ = ["SplitModule", "split_layers"]
+__all__ = ["SplitModule", "UnsplitViews", "split_layers"]
 
 
 _MISSING = object()

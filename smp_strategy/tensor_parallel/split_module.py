@@ -4,32 +4,26 @@ The whole module may return on some ranks first and on others later. Ranks that 
 parts again, and keep the whole.
 
 Whole sizes of split parameters between runs, for set-up code that looks at shapes and has no use for values.
-
-Conversion between whole parameters and this rank's parts, for gradient sums, checkpoints and inspection.
-
-Between the first step and the end of a run a split parameter is this rank's part of it, and so is every tensor of its
-shape: a gradient, a moment of an optimizer. Here such parts are joined and whole tensors are cut, regardless of the
-layer they belong to.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import Any, Self, final
 
-import torch
 from torch import Tensor, nn
 
 from smp_strategy.distributed.door_words import door_words
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import Guard, in_plain_sight, placeholder, unwatch, watch
+from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.model.shard_layout import Cut
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
 from smp_strategy.tensor_parallel.plan.plan import SplitReport
 from smp_strategy.tensor_parallel.plan.resolve import hook_problem
-from smp_strategy.tensor_parallel.split import SplitModule
+from smp_strategy.tensor_parallel.split import SplitModule, UnsplitViews
 
-__all__ = ["SplitLayerSet", "ParameterParts"]
+__all__ = ["SplitLayerSet"]
 
 
 @final
@@ -53,6 +47,11 @@ class SplitLayerSet:
         self.watched: ObservedLayers = module.watched
         self._is_dense = False
 
+    @classmethod
+    def none(cls) -> Self:
+        """No split layers: this rank has all of each."""
+        return cls(SplitModule({}, SplitReport((), 1), UnsplitViews(()), ObservedLayers(), (), []), TensorGroup(None))
+
     @property
     def cuts(self) -> Mapping[nn.Parameter, Cut]:
         """Cuts of the split parameters."""
@@ -67,9 +66,24 @@ class SplitLayerSet:
         """Context in which modules have the classes and sizes from before the split; values stay parts."""
         return self._module.appearance.dense()
 
-    def whole_sizes(self) -> AbstractContextManager[None]:
-        """Context in which split parameters have the sizes from before the split, and no values."""
-        return whole_sizes(self.parts)
+    @contextmanager
+    def whole_sizes(self) -> Iterator[None]:
+        """Context in which split parameters have the sizes from before the split; uses of their values are refused."""
+        values: dict[Any, Tensor] = {}
+        guard = _WholeSizes()
+        for parameter in self.cuts:
+            with in_plain_sight():
+                values[parameter] = parameter.data
+                shape = tuple(self.parts.whole_shape(parameter))
+                parameter.data = placeholder(shape, parameter.dtype, parameter.device)
+            watch(parameter, guard)
+        try:
+            yield
+        finally:
+            for parameter, value in values.items():
+                unwatch(parameter)
+                with in_plain_sight():
+                    parameter.data = value
 
     def to_dense(self) -> None:
         """Make all layers whole again, in place. Collective, on ranks where they are split; gradients are dropped."""
@@ -90,81 +104,6 @@ class SplitLayerSet:
         finally:
             for parameter, whole in wholes.items():
                 parameter.data = whole
-
-
-@final
-class ParameterParts:
-    """Split parameters of a module.
-
-    Args:
-        cuts: Cuts of the split parameters; others are the same on all ranks.
-        group: Ranks that have the parts.
-
-    Attributes:
-        cuts, group: As given.
-    """
-
-    def __init__(self, cuts: Mapping[nn.Parameter, Cut], group: TensorGroup) -> None:
-        self.cuts = cuts
-        self.group = group
-
-    def has(self, parameter: object) -> bool:
-        """Whether ``parameter`` is split."""
-        return isinstance(parameter, nn.Parameter) and parameter in self.cuts
-
-    def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of the whole ``parameter``."""
-        return self._shape(parameter, self._cut(parameter).length) if self.has(parameter) else parameter.shape
-
-    def shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of this rank's part of ``parameter``, even while it is whole."""
-        return self._shape(parameter, self._cut(parameter).length_of(self.group.rank))
-
-    def part(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of ``whole``, a tensor of the whole shape of ``parameter``, as a copy."""
-        return self._cut(parameter).part(whole, self.group.rank)
-
-    def fill(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy this rank's part of ``whole`` to ``parameter``."""
-        self._cut(parameter).fill(parameter, whole, self.group.rank)
-
-    def join(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """Whole tensor for ``parameter`` from each rank's ``part``. Collective."""
-        cut = self._cut(parameter)
-        lengths = [cut.length_of(rank) for rank in range(self.group.size)]
-        return cut.join(self.group.gather(part.detach(), cut.dim, lengths).split(lengths, cut.dim))
-
-    def of_ranks(self, tensor: Tensor) -> Tensor:
-        """Stack of the ranks' ``tensor``, of one shape on all. Collective."""
-        return self.group.gather(tensor[None], 0, [1] * self.group.size)
-
-    def _shape(self, parameter: Tensor, length: int) -> torch.Size:
-        dim = self._cut(parameter).dim
-        return torch.Size([*parameter.shape[:dim], length, *parameter.shape[dim + 1 :]])
-
-    def _cut(self, parameter: Tensor) -> Cut:
-        assert isinstance(parameter, nn.Parameter)
-        return self.cuts[parameter]
-
-
-@contextmanager
-def whole_sizes(parts: ParameterParts) -> Iterator[None]:
-    """Context in which split parameters have the sizes from before the split; uses of their values are refused."""
-    values: dict[Any, Tensor] = {}
-    guard = _WholeSizes()
-    for parameter in parts.cuts:
-        with in_plain_sight():
-            values[parameter] = parameter.data
-            shape = tuple(parts.whole_shape(parameter))
-            parameter.data = placeholder(shape, parameter.dtype, parameter.device)
-        watch(parameter, guard)
-    try:
-        yield
-    finally:
-        for parameter, value in values.items():
-            unwatch(parameter)
-            with in_plain_sight():
-                parameter.data = value
 
 
 @final

@@ -26,7 +26,7 @@ class AllAreSpread(Callback):
     """Weights that the glue uses would not be, and then nothing is tested."""
 
     def on_train_end(self, trainer, module):
-        share = trainer.strategy.engine.local_model
+        share = trainer.strategy.engine.local_model.holdings
         assert len(share.sharded.parameters) == len(share.parameters)
 
 

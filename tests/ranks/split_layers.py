@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.model.shard_layout import Cut
-from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["assert_close", "cuts_of", "group_of_all", "random", "same_gradients", "same_parts", "sent"]
 

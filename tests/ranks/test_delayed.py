@@ -291,9 +291,10 @@ def bytes_while_a_share_is_taken(
     def counted(self: LocalModel, *args: Any, **kwargs: Any) -> None:
         with counter:
             construct(self, *args, **kwargs)
-        replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
+        sharded = self.holdings.sharded
+        replicated = [each for each in self.holdings.parameters if not sharded.has(each)]
         share = sum(each.untyped_storage().nbytes() for each in replicated)
-        found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
+        found.append(share + (sharded.held_bytes))
 
     found: list[int] = []
     monkeypatch.setattr(LocalModel, "__init__", counted)

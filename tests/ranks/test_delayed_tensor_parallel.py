@@ -238,9 +238,10 @@ def bytes_of_the_first_step(
         deciding.__exit__(None, None, None)
         with taking:
             construct(self, *args, **kwargs)
-        replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
+        sharded = self.holdings.sharded
+        replicated = [each for each in self.holdings.parameters if not sharded.has(each)]
         share = sum(each.untyped_storage().nbytes() for each in replicated)
-        found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
+        found.append(share + (sharded.held_bytes))
 
     monkeypatch.setattr(DelayedModule, "prepare", prepared)
     monkeypatch.setattr(LocalModel, "__init__", constructed)

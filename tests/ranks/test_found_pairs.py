@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks

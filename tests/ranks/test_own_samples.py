@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.testing import run_ranks
 

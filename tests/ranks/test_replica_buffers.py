@@ -140,7 +140,7 @@ def batch_of(replica: int, step: int) -> Tensor:
 
 def held(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
     """The buffers of this rank's stage."""
-    modules = engine.local_model.ownership.local_modules(engine.mesh.stage)
+    modules = engine.local_model.holdings.ownership.local_modules(engine.mesh.stage)
     names = {module: name for name, module in model.named_modules()}
     return {
         f"{names[module]}.{key}": buffer.clone()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor

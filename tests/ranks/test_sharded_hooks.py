@@ -99,7 +99,7 @@ def test_what_a_hook_does_to_gradients_stays(pp, world):
 
 def uses(pp: int) -> tuple[list[bool], list[str]]:
     engine, model = started(pp)
-    sharded = engine.local_model.sharded
+    sharded = engine.local_model.holdings.sharded
     assert isinstance(sharded, ShardedModule)
     parameter = next(each for each in model.parameters() if sharded.has(each))
 

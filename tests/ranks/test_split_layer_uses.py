@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import backward_of_imports
 from smp_strategy.tensor_parallel.autograd_collectives import add_up
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.grad_norm import global_norm
 from smp_strategy.data_parallel.gradient_sums import sum_gradients
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.engine import Engine
 from smp_strategy.model.ownership import home_of
+from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.testing import run_ranks
 
 
@@ -277,8 +279,8 @@ def test_gradients_of_several_dtypes_are_summed_in_their_own():
 
 
 def norm_without_gradients() -> float:
-    parameters = [nn.Parameter(torch.zeros(3))]
-    return float(global_norm(parameters, lambda _: True, [dist.group.WORLD], 2.0))
+    parameters, whole = [nn.Parameter(torch.zeros(3))], ParameterParts({}, TensorGroup(None))
+    return float(global_norm(parameters, lambda _: True, [dist.group.WORLD], 2.0, whole))
 
 
 def test_the_norm_of_no_gradients_is_zero():

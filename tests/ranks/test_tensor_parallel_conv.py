@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelConv, RowParallelConv
 from smp_strategy.testing import run_ranks

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, copy, gather, gather_split, scatter_sum, split
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import assert_close, group_of_all, random
 

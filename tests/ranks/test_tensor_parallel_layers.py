@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.testing import run_ranks

@@ -8,6 +8,7 @@ in place and on a stream of its own (NCCL), they are the backend's; for gloo the
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, final
 
 import torch
@@ -22,7 +23,7 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.distributed.shared_arena import open_arenas
 
-__all__ = ["Collectives", "JoinedSums", "NativeCollectives", "collectives_of", "is_gloo"]
+__all__ = ["Collectives", "JoinedSums", "LoneCollectives", "NativeCollectives", "collectives_of", "is_gloo"]
 
 
 class Collectives(Protocol):
@@ -164,6 +165,32 @@ class NativeCollectives:
         """See :meth:`Collectives.all_reduce`."""
         wait_for(after)
         return Handle(self._group.allreduce([tensor]).wait)
+
+    def close(self) -> None:
+        """See :meth:`Collectives.close`."""
+
+
+@final
+class LoneCollectives:
+    """Collectives of a single rank: nothing is sent."""
+
+    rank, size = 0, 1
+
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
+        """See :meth:`Collectives.gather`."""
+        wait_for(after)
+        return Handle(partial(full.copy_, shard))
+
+    def reduce(
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+    ) -> Handle[object]:
+        """See :meth:`Collectives.reduce`."""
+        wait_for(after)
+        return Handle(partial(add_up, into, [full], is_first=is_first))
+
+    def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
+        """See :meth:`Collectives.all_reduce`."""
+        return Handle(partial(wait_for, after))
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""

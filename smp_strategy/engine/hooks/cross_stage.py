@@ -19,7 +19,7 @@ stages as in a step.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -27,15 +27,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import PROGRAM
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
-from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
+from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwatch, watch
-from smp_strategy.model.ownership import HomeStages, Ownership, home_of
+from smp_strategy.model.ownership import HomeStages, home_of
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.global_rng import GlobalGenerators
@@ -61,38 +60,26 @@ class HookView:
     """View of all parameters across stages during a hook. Enter it on all stages of a replica alike.
 
     Args:
-        parameters: All parameters of the module, in the same order on every rank.
-        ownership: Map from parameters to stages.
-        mesh: Process mesh.
+        holdings: Parameters of this rank.
+        full: Makes those that are sharded or split full from their first use on.
         transport: Point-to-point transport between the stages.
         inference: Inference of results by metadata.
-        sharded: Parameters that each stage shards over ranks; full from their first use on.
-        parts: Parameters of layers that are split over ranks; likewise.
 
     Attributes:
         generators: Global generators, which follow draws on some of the stages.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        ownership: Ownership,
-        mesh: ProcessMesh,
-        transport: Transport,
-        inference: CrossStageInference,
-        *,
-        sharded: ShardedModule | None = None,
-        parts: FullSplitLayers | None = None,
+        self, holdings: Holdings, full: FullParameters, transport: Transport, inference: CrossStageInference
     ) -> None:
-        self._parameters = parameters
-        self._sharded = sharded
-        self._parts = parts
-        self._ownership = ownership
-        self._mesh = mesh
-        self.generators = GlobalGenerators(torch.device(mesh.device_type), self._to_others)
+        # In the same order on every rank.
+        self._parameters = list(holdings.names)
+        self._full = full
+        self._ownership = holdings.ownership
+        self._mesh = holdings.mesh
+        self.generators = GlobalGenerators(torch.device(self._mesh.device_type), self._to_others)
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
-        self._whole = ExitStack()
         self._transport = transport
         self._inference = inference
         # All transfers in order: equal on all stages if these run the same code.
@@ -117,29 +104,21 @@ class HookView:
             self._open()
 
     def _open(self) -> None:
-        if self._sharded is not None:
-            self._whole.enter_context(self._sharded.in_sight(self._make_whole, sizes=self._parts is not None))
-        if self._parts is not None:
-            self._whole.enter_context(self._parts.open())
+        self._full.open(self._make_whole)
         self._watch()
 
     def _close(self) -> None:
         self._unwatch()
-        self._whole.close()
+        self._full.close()
         self._exists = None
         self._gradients.clear()
 
     def _make_whole(self) -> None:
         """Gather sharded and split parameters before the first use of anything."""
-        if (self._sharded is None or self._sharded.is_whole) and (self._parts is None or self._parts.is_whole):
+        if self._full.is_whole:
             return
         self._unwatch()
-        if self._parts is not None:
-            self._parts.note_use()
-        if self._sharded is not None:
-            self._sharded.show_whole()
-        if self._parts is not None:
-            self._parts.show()
+        self._full.make_whole()
         self._watch()
 
     def _watch(self) -> None:
@@ -148,8 +127,7 @@ class HookView:
             if home.is_here and home_of(tensor) is None:
                 watch(tensor, home)
         ownership.sight.call, ownership.sight.copy = self.call, self._copy
-        has_parts = self._parts is not None and not self._parts.is_whole
-        ownership.sight.make_whole = self._make_whole if has_parts else None
+        ownership.sight.make_whole = self._make_whole if self._full.has_parts else None
 
     def _unwatch(self) -> None:
         ownership = self._ownership

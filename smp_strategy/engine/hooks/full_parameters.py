@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, in_plain_sight, unwatch, watch
 from smp_strategy.model.ownership import resize
-from smp_strategy.tensor_parallel.split_module import ParameterParts
 
 __all__ = ["FullSplitLayers", "FullParameters"]
 
@@ -51,22 +50,23 @@ class FullSplitLayers:
     """Shows hooks the full parameters of split layers.
 
     Args:
-        parts: Parts of split layers.
-        is_here: Whether this rank's stage has a parameter.
+        holdings: Parameters of this rank.
 
     Attributes:
+        is_split: Whether other ranks have parts.
         is_whole: Whether parameters and gradients are full now.
     """
 
-    def __init__(self, parts: ParameterParts, is_here: Callable[[Tensor], bool]) -> None:
-        self._parts = parts
-        self._here = [parameter for parameter in parts.cuts if is_here(parameter)]
-        self._away = [parameter for parameter in parts.cuts if not is_here(parameter)]
+    def __init__(self, holdings: Holdings) -> None:
+        self._parts = parts = holdings.parts
+        self._here = [parameter for parameter in parts.cuts if holdings.is_here(parameter)]
+        self._away = [parameter for parameter in parts.cuts if not holdings.is_here(parameter)]
+        self.is_split = parts.is_split
         self._kept: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._watched: list[nn.Parameter] = []
         self._make_whole: Callable[[], None] | None = None
         self._is_used = self._is_open = False
-        self.is_whole = False
+        self.is_whole = not self.is_split
 
     @contextmanager
     def open(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
@@ -106,11 +106,11 @@ class FullSplitLayers:
             self._hide_here()
             for parameter in self._away:
                 resize(parameter, self._parts.shape(parameter))
-        self.is_whole = False
+        self.is_whole = not self.is_split
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which calls a unit, with its layers computing with their parts."""
-        if not self._is_open:
+        if not (self._is_open and self.is_split):
             return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -191,43 +191,67 @@ class _PartInHook(Guard):
 
 @final
 class FullParameters:
-    """Full parameters and gradients of ``sharded`` units and of split layers in hooks, if there is a single stage."""
+    """Full parameters and gradients of sharded units and of split layers in hooks.
 
-    def __init__(self, sharded: ShardedModule | None, parts: FullSplitLayers | None) -> None:
-        self._sharded = sharded
-        self._parts = parts
+    Args:
+        holdings: Parameters of this rank.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._sharded, self._layers = holdings.sharded, FullSplitLayers(holdings)
         self._whole = ExitStack()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters and gradients are full now."""
+        return self._sharded.is_whole and self._layers.is_whole
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether sizes of parameters may be those of parts now."""
+        return not self._layers.is_whole
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which calls a unit, with its layers computing with their parts."""
+        return self._layers.around(function)
+
+    def open(self, make_whole: Callable[[], None] | None = None) -> None:
+        """Make them full from their first use on, until :meth:`close`. Collective over the ranks that have parts.
+
+        Args:
+            make_whole: Called at the first use; must call :meth:`make_whole`. The caller also detects uses of split
+                layers then. ``None``: nobody else needs to know.
+        """
+        used, sizes = make_whole or self.make_whole, self._layers.is_split
+        self._whole.enter_context(self._sharded.in_sight(used, sizes=sizes))
+        self._whole.enter_context(self._layers.open(self.make_whole if make_whole is None else None))
+
+    def close(self) -> None:
+        """Let each rank have its own part of the changed values again."""
+        self._whole.close()
+
+    def make_whole(self) -> None:
+        """Gather them. Collective."""
+        self._layers.note_use()
+        self._sharded.show_whole()
+        self._layers.show()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Context in which they are full from their first use on."""
-        self._open()
+        self.open()
         with self._whole:
             yield
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Context inside of :meth:`shown` in which they are as outside of hooks."""
-        self._whole.close()
+        self.close()
         try:
             yield
         finally:
-            self._open()
+            self.open()
 
     def collected(self, tree: Any) -> Any:
         """``tree`` itself: every rank has its values."""
         return tree
-
-    def _open(self) -> None:
-        if self._sharded is not None:
-            self._whole.enter_context(self._sharded.in_sight(self._make_whole, sizes=self._parts is not None))
-        if self._parts is not None:
-            self._whole.enter_context(self._parts.open(self._make_whole))
-
-    def _make_whole(self) -> None:
-        if self._parts is not None:
-            self._parts.note_use()
-        if self._sharded is not None:
-            self._sharded.show_whole()
-        if self._parts is not None:
-            self._parts.show()

@@ -1,7 +1,7 @@
 """Runs a hook of the user with the full weights and gradients in sight."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,7 @@ def _opened(parts: EngineParts) -> Iterator[Callable[[Any], Any]]:
     parts.spread.settle()
     parts.calls.in_hook = True
     try:
-        in_hook = nullcontext() if parts.layout.group is None else parts.layout.group.in_hook()
-        with in_hook, parts.views.opened(parts.calls.runtime) as real:
+        with parts.layout.group.in_hook(), parts.views.opened(parts.calls.runtime) as real:
             parts.calls.program_of_hook = parts.calls.runtime.current.interpreter
             yield real
     finally:

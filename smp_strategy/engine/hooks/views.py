@@ -1,19 +1,15 @@
 """Hook views: the user's running hook sees the full model, across stages or over the shards of a single stage."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
-from torch import nn
-
+from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.optimizer_state import FullOptimizerState
-from smp_strategy.data_parallel.sharded_module import ShardedModule
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.hooks.cross_stage import HookView
 from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
-from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
-from smp_strategy.model.ownership import Ownership
+from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.surveys import alone
 from smp_strategy.pipeline.transport import Transport
@@ -42,25 +38,14 @@ class Views:
 
     def begin(
         self,
-        parameters: Sequence[nn.Parameter],
-        ownership: Ownership,
-        mesh: ProcessMesh,
+        holdings: Holdings,
+        full: FullParameters,
         transport: Transport | None,
-        *,
-        sharded: ShardedModule | None,
-        parts: FullSplitLayers | None,
     ) -> None:
         """Set up views of the partitioned module; see :class:`HookView`. ``transport=None``: a single stage."""
-
-        def make() -> HookView | FullParameters:
-            if transport is None:
-                return FullParameters(sharded, parts)
-            return HookView(parameters, ownership, mesh, transport, self.inference, sharded=sharded, parts=parts)
-
-        self._make = make
-        ownership.sight.ask = lambda: self._view is None and self.ask()
-        if sharded is not None:
-            sharded.answer(ownership.sight.ask)
+        self._make = lambda: full if transport is None else HookView(holdings, full, transport, self.inference)
+        holdings.ownership.sight.ask = lambda: self._view is None and self.ask()
+        holdings.sharded.answer(holdings.ownership.sight.ask)
 
     @property
     def is_open(self) -> bool:

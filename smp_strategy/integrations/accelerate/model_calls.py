@@ -247,7 +247,7 @@ class ModelCalls:
 
     def _train(self, inputs: ModelInputs, way: Any, kind: _ResultKind) -> Any:
         call, options = inputs.call, self._options
-        prediction, parameters = self._prediction, self._engine.local_model.parameters
+        prediction, parameters = self._prediction, self._engine.local_model.holdings.parameters
         factor, sums = prediction.factor(), self._adds_up
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:

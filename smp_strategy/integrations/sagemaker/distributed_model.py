@@ -247,7 +247,7 @@ class DistributedModel(LocalParts):
         self._num_passes += 1
         reduces = self._num_passes % self._passes == 0
         is_known = self._engine.partition is not None
-        parameters = self._engine.local_model.parameters if is_known else list(self.module.parameters())
+        parameters = self._engine.local_model.holdings.parameters if is_known else list(self.module.parameters())
         result = self._engine.train_step(
             _sendable(note_losses(function, inputs, may_note=True)),
             inputs.batch,

@@ -252,7 +252,7 @@ class LocalParts(nn.Module):
     def local_named_buffers(self, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Buffers that this rank holds."""
         for name, buffer in self.module.named_buffers(recurse=recurse):
-            if not self._is_apart or self._engine.local_model.ownership.is_held(name, self._engine.mesh.stage):
+            if not self._is_apart or self._engine.local_model.holdings.ownership.is_held(name, self._engine.mesh.stage):
                 yield name, buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -288,21 +288,19 @@ class LocalParts(nn.Module):
 
     def is_distributed_parameter(self, param: nn.Parameter) -> bool:
         """Whether the ranks of a tensor-parallel group have a part of ``param`` each."""
-        split = self._engine.layout.split
-        return split is not None and param in split.cuts
+        return param in self._engine.layout.split.cuts
 
     def is_distributed_buffer(self, buf: Tensor) -> bool:
         """Whether the ranks of a tensor-parallel group have a part of ``buf`` each."""
-        split = self._engine.layout.split
-        return split is not None and any(buf is each for each in split.cuts)
+        return any(buf is each for each in self._engine.layout.split.cuts)
 
     def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
         """Whether ``param`` acts on the samples of the whole tensor-parallel group: always so if layers are split."""
-        return self._engine.layout.split is not None
+        return self._engine.layout.split_report is not None
 
     def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
         """Whether ``buf`` acts on the samples of the whole tensor-parallel group: always so if layers are split."""
-        return self._engine.layout.split is not None
+        return self._engine.layout.split_report is not None
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Local parameters whose gradients are averaged over all ranks with the same stage."""

@@ -98,8 +98,8 @@ def _modules() -> dict[str, ModuleType]:
 
     def axis(param: Parameter) -> int | None:
         model = smp.state.model
-        split = None if model is None or not model.partitioned else model.engine.layout.split
-        return None if split is None or param not in split.cuts else split.cuts[param].dim
+        cuts = {} if model is None or not model.partitioned else model.engine.layout.split.cuts
+        return cuts[param].dim if param in cuts else None
 
     def of_its_tests(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(

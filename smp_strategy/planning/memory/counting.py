@@ -1,46 +1,31 @@
 """Measured memory of this rank: bytes of storages, with shared storage counted once and absent tensors not at all.
 
-Sharded parameters are counted by :class:`ShardedStorage`: between uses the parameters themselves have no values, and
-gathered values come and go.
+Sharded parameters are counted by what spreads them: between uses the parameters themselves have no values, and gathered
+values come and go.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any, Protocol, final
+from collections.abc import Iterable
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.model.ownership import home_of
 from smp_strategy.planning.memory.sharded import RankMemory
 
-__all__ = ["ShardedStorage", "count"]
-
-
-class ShardedStorage(Protocol):
-    """Memory of parameters that are sharded over a shard group, on this rank."""
-
-    @property
-    def parameters(self) -> Collection[nn.Parameter]:
-        """Sharded parameters."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of values that are on this rank now."""
-
-    @property
-    def most_gathered_bytes(self) -> int:
-        """Peak bytes of gathered values."""
+__all__ = ["count"]
 
 
 def count(
     module: nn.Module,
     optimizers: Iterable[Optimizer],
     mesh: ProcessMesh,
-    spread: ShardedStorage | None = None,
+    spread: ShardedModule | None = None,
     *,
     copies: int = 0,
 ) -> RankMemory:
@@ -50,11 +35,11 @@ def count(
         module: Whole module; tensors of other stages are absent.
         optimizers: Optimizers of the module.
         mesh: Mesh with the place of this rank.
-        spread: Memory of sharded parameters; ``None`` if there are none.
+        spread: Sharded parameters; ``None``: there are none.
         copies: Bytes of half-precision copies of parameters.
     """
-    counted = _CountedStorages()
-    elsewhere = set() if spread is None else {id(parameter) for parameter in spread.parameters}
+    counted, spread = _CountedStorages(), spread or ShardedModule.none()
+    elsewhere = {id(parameter) for parameter in spread.parameters}
     # Inside of hooks, operations on guarded tensors are redirected; counting needs the tensors themselves.
     with in_plain_sight():
         parameters = [parameter for parameter in module.parameters() if _is_here(parameter)]
@@ -62,9 +47,9 @@ def count(
             rank=mesh.rank,
             stage=mesh.stage,
             parameters=counted.add(each for each in parameters if id(each) not in elsewhere)
-            + (0 if spread is None else spread.held_bytes)
+            + spread.held_bytes
             + copies,
-            gathered=0 if spread is None else spread.most_gathered_bytes,
+            gathered=spread.most_gathered_bytes,
             gradients=counted.add(_in_memory(parameter.grad) for parameter in parameters),
             optimizer=sum(counted.add(pytree.tree_leaves(list(each.state.values()))) for each in optimizers),
             buffers=counted.add(each for each in module.buffers() if _is_here(each)),

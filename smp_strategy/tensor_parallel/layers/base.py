@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed.door_words import door_words
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.autograd_collectives import copy
-from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["AmongParts", "CannotSplit", "SplitLayer", "check_plain", "cut_evenly"]
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.weight_gradient_formula import WeightGradientFormula, WeightGradientKind
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, copy, split
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.region import (
     ColumnParallelLayer,

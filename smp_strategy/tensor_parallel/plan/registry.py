@@ -6,9 +6,9 @@ A twin is a module class that computes on parts what the registered class comput
     class Mixer(nn.Module): ...
 
 When a ``Mixer`` is split, a ``SplitMixer`` is built with the arguments of the ``Mixer``, converted by ``init_hook``; if
-its constructor has an argument ``group``, it gets the :class:`~smp_strategy.tensor_parallel.group.TensorGroup`. It must
-name its parameters and buffers as the ``Mixer`` does, and gets their values: whole for equal shapes, this rank's part
-if it is shorter along one dim. In calls, ``forward_hook`` converts the arguments into those of the twin, and
+its constructor has an argument ``group``, it gets the :class:`~smp_strategy.distributed.tensor_group.TensorGroup`. It
+must name its parameters and buffers as the ``Mixer`` does, and gets their values: whole for equal shapes, this rank's
+part if it is shorter along one dim. In calls, ``forward_hook`` converts the arguments into those of the twin, and
 ``return_hook`` its result into that of the ``Mixer``. A twin with a method ``from_dense`` works like the layers of this
 package: ``from_dense(layer, group)`` splits the layer in place.
 
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, Self, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.shard_layout import Cut
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, gather
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.distributed.torch_private import assert_later
-from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["argmax", "cross_entropy"]
 

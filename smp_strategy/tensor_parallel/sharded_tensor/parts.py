@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.distributed.torch_private import node_of, plain_functions
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.tensor_parallel import autograd_collectives as functions
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.sharded_tensor.shapes import Split
 
 __all__ = ["Along", "InParts", "part_of", "put_together"]

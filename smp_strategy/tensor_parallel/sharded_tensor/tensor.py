@@ -24,10 +24,10 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.tensor_parallel import autograd_collectives as functions
-from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.sharded_tensor.operations import operate
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts, part_of
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.plan.plan import SplitReport
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split import split_layers

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.new_step_kinds import needs_look, refuse_rescaled, refuse_rewritten
@@ -52,6 +53,6 @@ def test_weights_that_units_write_to_are_refused_in_shards():
 def test_a_kind_is_looked_at_where_it_may_reach_what_a_rank_has_in_part():
     assert needs_look(parts_of(words().train()))
     assert not needs_look(parts_of(words().eval()))
-    parts, split = parts_of(words().eval()), object()
-    parts.layout.split = split  # type: ignore[assignment]
+    parts = parts_of(words().eval())
+    parts.layout.group = TensorGroup(None, size=2)
     assert needs_look(parts)

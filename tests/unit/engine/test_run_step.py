@@ -9,6 +9,7 @@ from torch import nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.run_step import cut, evaluation_job, training_job, warn_of_fewer
 from smp_strategy.model.trace.shape_inference import ShapeInference
@@ -19,7 +20,9 @@ def parts_of(shape: MeshShape, **options: Any) -> tuple[EngineParts, list[str]]:
     reports: list[str] = []
     parts = EngineParts(SMPConfig(**options), torch.device("cpu"), None, reports.append)
     mesh: Any = SimpleNamespace(shape=shape, pp=shape.pp, tp=shape.tp, dp=shape.dp, dp_rank=0)
-    layout: Any = SimpleNamespace(group=None, module=nn.Module(), shape_inference=ShapeInference(torch.device("cpu")))
+    layout: Any = SimpleNamespace(
+        group=TensorGroup(None), module=nn.Module(), shape_inference=ShapeInference(torch.device("cpu"))
+    )
     parts.known_mesh, parts.known_layout = mesh, layout
     return parts, reports
 

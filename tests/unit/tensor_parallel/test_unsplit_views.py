@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.tensor_parallel.split import split_layers
 
 

@@ -52,20 +52,20 @@ class TensorGroup:
     """The ranks of a tensor-parallel group.
 
     Args:
-        process_group: Their process group; ``None``: nothing is ever sent (for predictions of one rank's work).
-        rank, size: Rank of this process and number of ranks; ``None``: those of ``process_group``.
+        process_group: Their process group; ``None``: nothing is ever sent (for a rank that has all of each layer, and
+            for predictions of one rank's work).
+        rank, size: Rank of this process and number of ranks, without a process group.
 
     Attributes:
         rank, size: As given.
         sent_bytes: Bytes of its own that this rank has put into collectives.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None, *, rank: int | None = None, size: int | None = None
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, *, rank: int = 0, size: int = 1) -> None:
         self._group = process_group
-        self.rank = dist.get_rank(process_group) if rank is None else rank
-        self.size = dist.get_world_size(process_group) if size is None else size
+        self.rank, self.size = rank, size
+        if process_group is not None:
+            self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.sent_bytes = 0
         self._memories: dict[type, Any] = {}
         self._is_alone = process_group is None
@@ -127,7 +127,7 @@ class TensorGroup:
 
     def numbers(self, number: int, what: str) -> list[int]:
         """All-gather of one number; ``what`` and errors as for :meth:`meeting`."""
-        return collectives.gather_numbers(number, what, self._backend)
+        return [number] if self.size == 1 else collectives.gather_numbers(number, what, self._backend)
 
     def _agree(self) -> None:
         """Wait until all ranks are known to be at the same position.
@@ -189,6 +189,12 @@ class TensorGroup:
             collectives.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, doing=_SPLIT).wait()
         return tensor
 
+    def all_of(self, is_so: bool) -> bool:
+        """Whether something is true on all ranks."""
+        if self.size == 1:
+            return is_so
+        return not self.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
+
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """All-gather of parts of different lengths.
 
@@ -243,7 +249,7 @@ class TensorGroup:
 
     def objects(self, value: Any) -> list[Any]:
         """All-gather of ``value``, any object that can be pickled."""
-        return collectives.gather_objects(value, _KNOWN, self._group)
+        return [value] if self.size == 1 else collectives.gather_objects(value, _KNOWN, self._group)
 
     def compare(self, topic: Topic, value: Any) -> None:
         """Compare ``value``, or raise the error of ``topic``."""
