@@ -18,7 +18,7 @@ from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source, Tens
 from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
 from smp_strategy.errors import CheckpointError
-from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.guarded_tensors import in_plain_sight, untracked
 
 __all__ = [
     "GRADIENTS",
@@ -74,7 +74,7 @@ def load_module(
     whole_shape = (lambda tensor: tuple(tensor.shape)) if holdings is None else holdings.whole_shape
     _refuse_other_shapes({there[name]: whole_shape(tensor) for name, tensor in tensors.items()}, source)
     wanted: dict[str, HeldTensor] = {}
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+    with untracked():
         for tensor, name in {tensor: name for name, tensor in reversed(tensors.items())}.items():
             if tensor in leave_out:
                 continue
@@ -148,7 +148,7 @@ def load_optimizer(
     objects = by_parameter(source.objects, prefix, by_name)
     state: dict[int, Any] = {}
     wanted: dict[str, HeldTensor] = {}
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+    with untracked():
         for index, parameter in enumerate(parameters):
             if not holdings.is_updated_here(parameter):
                 continue
@@ -193,7 +193,7 @@ def load_gradients(source: Source, holdings: Holdings) -> None:
     prefix = f"{GRADIENTS}."
     there = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix)}
     wanted, found = {}, {}
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+    with untracked():
         for parameter, name in holdings.names.items():
             if name in there and holdings.is_here(parameter):
                 dtype = source.tensors[there[name]].dtype

@@ -18,7 +18,7 @@ from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.guarded_tensors import untracked
 from smp_strategy.model.ownership import Ownership, bring_back, home_of
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
@@ -48,7 +48,7 @@ def restore(holdings: Holdings, *, keep: bool) -> None:
         [(n, _spec_of(guests[n][0])) for n in numbers],
     )
     described = collectives.gather_objects(told, _END, mesh.pp_group)
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+    with untracked():
         for stage, buffers, registers, states, kept in sorted(described, key=lambda description: description[0]):
             away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
             specs = [*map(_spec_of, away), *buffers.values(), *(spec for _, spec in kept)]

@@ -5,15 +5,8 @@ Names are those of PyTorch's distributed checkpoints as Lightning writes them: `
 other's folders. Nothing here communicates, and nothing is copied.
 
 A tensor that several ranks hold is offered by all of them; the write plan settles who writes it. State of which each
-replica has its own (buffers, extra state) is offered by the first replica only.
-
-Local shards: the rectangles of each parameter, moment and gradient that this rank holds.
-
-Three things shard a parameter. A pipeline stage holds it or does not. A tensor-parallel rank holds a part of it, and a
-rank of a shard group a run of the elements of that part. Values, gradients and optimizer state with one value per
-element are sharded alike. ``local`` tensors are this rank's, ``whole`` shapes those of the unpartitioned module::
-
-    whole 6 x 4  ->  part 3 x 4 (tensor parallelism)  ->  run of 5 elements (sharding)
+replica has its own (buffers, extra state) is offered by the first replica only. Which rectangles of
+each parameter, moment and gradient this rank holds, :class:`~smp_strategy.data_parallel.holdings.Holdings` tells.
 """
 
 from collections.abc import Callable, Iterable, Mapping

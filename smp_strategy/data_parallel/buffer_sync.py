@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.torch_private import overlaps_itself
-from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.guarded_tensors import untracked
 
 __all__ = ["Notes", "BufferSync"]
 
@@ -128,7 +128,7 @@ class BufferSync:
             theirs = collectives.tell(described, self._first, _BUFFERS, self._group)
         else:
             theirs = {number: self._specs.get(number, []) for number in numbers}
-        with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+        with untracked():
             wanted = [(number, spec) for number in numbers for spec in theirs[number]]
             for kind in dict.fromkeys(spec.device_type for _, spec in wanted):
                 self._broadcast([(number, spec) for number, spec in wanted if spec.device_type == kind], kind)

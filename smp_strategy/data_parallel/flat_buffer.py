@@ -39,7 +39,7 @@ from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGra
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.guarded_tensors import guard_of, placeholder, unwatch, watch
+from smp_strategy.model.guarded_tensors import guard_of, placeholder, untracked, unwatch, watch
 from smp_strategy.precision.master_weights import add_in, set_gradient_dtype
 
 __all__ = ["FlatBuffer"]
@@ -311,8 +311,9 @@ class FlatBuffer:
         full = self._gathered(self.own)
         return [view(full, slot).clone() for slot in self.layout.slots]
 
+    @untracked()
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
-        """Copy of this rank's piece of a tensor with the shape of the parameter ``number``."""
+        """Copy of this rank's piece of a tensor with the shape of the parameter ``number``; one-dimensional."""
         piece = self.own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
@@ -321,8 +322,12 @@ class FlatBuffer:
         piece = self.own_pieces[number]
         return self.own[piece.offset : piece.offset + piece.numel]
 
+    @untracked()
     def runs_to_fill(self, number: int) -> list[tuple[int, Tensor]]:
-        """Runs of the resting parameter ``number`` in this rank's memory: first element, and view to fill."""
+        """Runs of the resting parameter ``number`` in this rank's memory: first element, and view to fill.
+
+        Fill all of it, on all ranks alike.
+        """
         self._retire()
         self._wait_refreshed()
         own = (self.own_pieces[number].start, self.own_values(number))
@@ -331,8 +336,9 @@ class FlatBuffer:
         # Otherwise the own values are a part of the shard's memory.
         return [*shard, own] if not shard or self.layout.is_cast else shard
 
+    @untracked()
     def take_gradient(self, number: int, piece: Tensor) -> None:
-        """Set the gradient of the resting parameter ``number`` to ``piece``."""
+        """Set the gradient of the resting parameter ``number`` to ``piece``, which is summed already."""
         self.parameters[number].grad = self._in_disguise(number, piece, is_used=True)
 
     def restore(self, *, keep: bool) -> None:

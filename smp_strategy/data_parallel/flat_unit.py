@@ -21,8 +21,7 @@ kernels included, and keeps its state for the piece alone. See [Note: resting pa
 :mod:`smp_strategy.data_parallel.parameter_pieces` for the states of a parameter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -35,10 +34,10 @@ from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle
-from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.guarded_tensors import in_plain_sight, untracked
 from smp_strategy.precision.dtypes import summed_dtype
 
-__all__ = ["FlatUnit", "ShardPolicy", "untracked"]
+__all__ = ["FlatUnit", "ShardPolicy"]
 
 
 @final
@@ -150,21 +149,15 @@ class FlatUnit:
         Args:
             again: Gather again what is gathered here (small parameters excepted), because other ranks may need it.
         """
-        with untracked():
-            for buffer in self._buffers:
-                buffer.gather(again=again)
+        self._each(lambda buffer: buffer.gather(again=again))
 
     def wait(self) -> None:
         """Wait for values that are being gathered, and put them into the parameters."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.wait()
+        self._each(FlatBuffer.wait)
 
     def free(self) -> None:
         """Free the gathered values, except those of small parameters."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.free()
+        self._each(FlatBuffer.free)
 
     def collect(self) -> None:
         """Move the gradients that the parameters have by now into the flat buffers.
@@ -172,9 +165,7 @@ class FlatUnit:
         Raises:
             UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
-        with untracked():
-            for buffer in self._buffers:
-                buffer.collect()
+        self._each(FlatBuffer.collect)
 
     def reduce(self, factor: float = 1.0) -> None:
         """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
@@ -182,51 +173,35 @@ class FlatUnit:
         Args:
             factor: Factor of this rank's gradients.
         """
-        with untracked():
-            for buffer in self._buffers:
-                buffer.reduce(factor)
+        self._each(lambda buffer: buffer.reduce(factor))
 
     def wait_reduced(self) -> None:
         """Wait for gradients that are being reduced."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.wait_reduced()
+        self._each(FlatBuffer.wait_reduced)
 
     def begin_gradients(self) -> None:
         """Begin a pass: accumulate onto the gradients that the parameters have, as pieces."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.begin_gradients()
+        self._each(FlatBuffer.begin_gradients)
 
     def end_gradients(self) -> None:
         """End a pass: give the parameters its gradients, as pieces."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.end_gradients()
+        self._each(FlatBuffer.end_gradients)
 
     def show_pieces(self) -> None:
         """Make every parameter and its gradient this rank's piece, until :meth:`hide_pieces`."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.show_pieces()
+        self._each(FlatBuffer.show_pieces)
 
     def hide_pieces(self) -> None:
         """Let the parameters rest; changes of their values and gradients stay."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.hide_pieces()
+        self._each(FlatBuffer.hide_pieces)
 
     def show_whole(self) -> None:
         """Make every parameter and its gradient whole, until :meth:`hide_whole`. Collective."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.show_whole()
+        self._each(FlatBuffer.show_whole)
 
     def hide_whole(self) -> None:
         """Let the parameters rest; changes of their values and gradients, the same on all ranks, stay."""
-        with untracked():
-            for buffer in self._buffers:
-                buffer.hide_whole()
+        self._each(FlatBuffer.hide_whole)
 
     def places(self) -> Iterator[tuple[nn.Parameter, tuple[FlatBuffer, int]]]:
         """Each parameter, with its buffer and its number there."""
@@ -240,9 +215,7 @@ class FlatUnit:
         Args:
             keep: Whether this rank gets them as well.
         """
-        with untracked():
-            for buffer in self._buffers:
-                buffer.restore(keep=keep)
+        self._each(lambda buffer: buffer.restore(keep=keep))
 
     def release(self) -> None:
         """Free the shards, after all ranks have restored the parameters for good."""
@@ -266,16 +239,14 @@ class FlatUnit:
             for buffer, shard in zip(self._trained, shards, strict=True):
                 buffer.put_gradients(shard)
 
+    def _each(self, act: Callable[[FlatBuffer], object]) -> None:
+        with untracked():
+            for buffer in self._buffers:
+                act(buffer)
+
     @property
     def _trained(self) -> list[FlatBuffer]:
         return [buffer for buffer in self._buffers if buffer.is_trained]
-
-
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Touch parameters freely, without autograd; buffers made in inference mode are ordinary tensors all the same."""
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
-        yield
 
 
 def _without_doubles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[tuple[str, ...], nn.Parameter]]:

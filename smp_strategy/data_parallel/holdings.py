@@ -106,7 +106,7 @@ class Holdings:
     def updaters(self, parameter: nn.Parameter) -> list[Updater]:
         """Stages and replicas that update ``parameter``; all of them if it is not the module's."""
         stages = self.ownership.holders(parameter)
-        if not self.zero.knows(parameter):
+        if parameter not in self.names:
             return [Updater(stage, replica) for stage in stages for replica in range(self.mesh.dp)]
         return [Updater(stage, self.zero.owner(parameter, stage)) for stage in stages]
 
@@ -124,12 +124,15 @@ class Holdings:
         """Shape of the elements of ``parameter`` that this rank updates; it must hold the parameter."""
         if not self.is_sharded(parameter):
             return tuple(self.parts.shape(parameter))
-        run = self.sharded.own_run(parameter)
-        return (run.stop - run.start,)
+        buffer, number = self.sharded.place_of(parameter)
+        return (buffer.own_pieces[number].numel,)
 
     def local_values(self, parameter: nn.Parameter) -> Tensor:
         """Values of these elements."""
-        return self.sharded.own_values(parameter) if self.is_sharded(parameter) else parameter.detach()
+        if not self.is_sharded(parameter):
+            return parameter.detach()
+        buffer, number = self.sharded.place_of(parameter)
+        return buffer.own_values(number)
 
     def to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """All memory of this rank for values of ``parameter``, to be filled on all ranks alike.
@@ -137,7 +140,10 @@ class Holdings:
         Returns:
             Number of the first element, and view, as for :meth:`rectangles`.
         """
-        return self.sharded.runs_to_fill(parameter) if self.is_sharded(parameter) else [(0, parameter.detach())]
+        if not self.is_sharded(parameter):
+            return [(0, parameter.detach())]
+        buffer, number = self.sharded.place_of(parameter)
+        return buffer.runs_to_fill(number)
 
     def rectangles(
         self, parameter: nn.Parameter, local: Tensor, start: int | None = None
@@ -157,22 +163,24 @@ class Holdings:
             for whole, part in shard_rectangles(shape, (), cut=cut, rank=rank):
                 yield whole.offsets, part.view_of(local)
             return
-        start = self.sharded.own_run(parameter).start if start is None else start
-        stride, run = self.sharded.stride_of(parameter), Run(start, start + len(local))
+        buffer, number = self.sharded.place_of(parameter)
+        start = buffer.own_pieces[number].start if start is None else start
+        stride, run = buffer.layout.slots[number].entry.stride, Run(start, start + len(local))
         for whole, part in shard_rectangles(shape, stride, run=run, cut=cut, rank=rank):
             yield whole.offsets, part.view_of_run(local, start, stride)
 
     def give_gradient(self, parameter: nn.Parameter, local: Tensor) -> None:
         """Set the gradient of ``parameter``, which is summed over ranks already."""
         if self.is_sharded(parameter):
-            self.sharded.take_gradient(parameter, local)
+            buffer, number = self.sharded.place_of(parameter)
+            buffer.take_gradient(number, local)
         elif self.is_updated_here(parameter) or not self.zero.drops_gradients:
             parameter.grad = local
 
     def keep_share(self, optimizer: Optimizer) -> None:
         """Cut the state of ``optimizer``, which is that of whole parameters, to this rank's share, in place."""
         for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-            if parameter not in optimizer.state or not self.zero.knows(parameter):
+            if parameter not in optimizer.state or parameter not in self.names:
                 continue
             if not self.is_updated_here(parameter):
                 del optimizer.state[parameter]
@@ -184,7 +192,8 @@ class Holdings:
                 if _is_cut(kept, parameter, self.local_shape(parameter)):
                     continue
                 known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
-                kept.update(cut_state(kept, parameter.shape, partial(self.sharded.piece_of, parameter), known))
+                buffer, number = self.sharded.place_of(parameter)
+                kept.update(cut_state(kept, parameter.shape, partial(buffer.piece_of, number), known))
 
 
 def _part_of(state: Mapping[str, Any], parameter: nn.Parameter, parts: ParameterParts) -> Any:

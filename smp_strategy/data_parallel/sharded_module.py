@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy, untracked
+from smp_strategy.data_parallel.flat_buffer import FlatBuffer
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
 from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import Collectives, LoneCollectives
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.shard_layout import Run
 
 __all__ = ["ShardedModule"]
 
@@ -378,39 +378,9 @@ class ShardedModule:
 
     # Values
 
-    def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Copy of this rank's piece of a ``tensor`` with the shape of ``parameter``; one-dimensional."""
-        buffer, number = self._places[parameter]
-        with untracked():
-            return buffer.piece_of(number, tensor)
-
-    def own_run(self, parameter: nn.Parameter) -> Run:
-        """Run of elements of ``parameter`` that this rank updates."""
-        buffer, number = self._places[parameter]
-        piece = buffer.own_pieces[number]
-        return Run(piece.start, piece.start + piece.numel)
-
-    def own_values(self, parameter: nn.Parameter) -> Tensor:
-        """Values of these elements, as long as the module is sharded."""
-        buffer, number = self._places[parameter]
-        return buffer.own_values(number)
-
-    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Strides of ``parameter`` in memory, from which runs are taken."""
-        buffer, number = self._places[parameter]
-        return buffer.layout.slots[number].entry.stride
-
-    def runs_to_fill(self, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
-        """All memory of this rank for values of ``parameter``; fill it between passes, on all ranks alike."""
-        buffer, number = self._places[parameter]
-        with untracked():
-            return buffer.runs_to_fill(number)
-
-    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
-        """Set the gradient of ``parameter`` to this rank's ``piece`` of one that is already summed."""
-        buffer, number = self._places[parameter]
-        with untracked():
-            buffer.take_gradient(number, piece)
+    def place_of(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
+        """Buffer that has this rank's elements of ``parameter``, and the number of the parameter there."""
+        return self._places[parameter]
 
     def restore(self, *, keep: bool, is_last: bool) -> None:
         """Give the parameters their whole values back, without gradients. Collective.

@@ -35,7 +35,7 @@ from smp_strategy.model.guarded_tensors import (
     HARMLESS,
     Guard,
     guard_of,
-    in_plain_sight,
+    untracked,
     unwatch,
     watch,
 )
@@ -66,7 +66,6 @@ class ZeroOptimizer:
         self._ownership = ownership
         self._mesh = mesh
         self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
-        self._known = {each for stage in range(mesh.pp) for each in ownership.local_parameters(stage)}
         self._owners: dict[int, dict[Tensor, int]] = {}
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
@@ -90,10 +89,6 @@ class ZeroOptimizer:
                 sizes = [each.numel() * each.element_size() for each in members]
                 owners.update(zip(members, balanced(sizes, self._mesh.dp), strict=True))
         return self._owners[stage][parameter]
-
-    def knows(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is one of the module's; an optimizer may have others, which every rank updates."""
-        return parameter in self._known
 
     def is_mine(self, parameter: Tensor) -> bool:
         """Whether this rank updates ``parameter``."""
@@ -251,7 +246,7 @@ class ParameterBroadcast:
 
 def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
     # If another rank is gone this raises, now and whenever the parameters are used again.
-    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+    with untracked():
         finish()
     for parameter in parameters:
         unwatch(parameter)

@@ -261,7 +261,7 @@ class SavedState:
             stack.enter_context(self._parts.views.put_aside())
             stack.enter_context(self._parts.calls.lifted())
             if local_model is not None and not local_model.is_whole_here:
-                stack.enter_context(split.looking_dense())
+                stack.enter_context(split.appearance.dense())
             yield
 
     @contextmanager

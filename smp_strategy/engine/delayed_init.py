@@ -38,7 +38,7 @@ from smp_strategy.model.initial_values import (
     zero_values,
 )
 from smp_strategy.model.units import Unit
-from smp_strategy.tensor_parallel.split_module import SplitLayerSet
+from smp_strategy.tensor_parallel.split_module import SplitModule
 
 __all__ = ["DelayedModule"]
 
@@ -70,7 +70,7 @@ class DelayedModule:
         self._loaded: dict[Tensor, Tensor] = {}
         self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
-        self._split = SplitLayerSet.none()
+        self._split = SplitModule.none()
         self._handles = _remember_loads(root, self._pending, self._loaded)
 
     @property
@@ -129,7 +129,7 @@ class DelayedModule:
                     # Known values fill all of it, so it needs no marks of gaps.
                     is_known = tensor in self._loaded
                     leave_meta(tensor, unset(tensor, self.device, marks=not is_known))
-            with self._split.looking_dense():
+            with self._split.appearance.dense():
                 partial = self._initialisers.run(fresh, self._take)
             for tensor in wanted:
                 if (whole := self._loaded.pop(tensor, tensor)) is not tensor:
@@ -172,7 +172,7 @@ class DelayedModule:
         """Context in which all tensors have values, zeros in hardly any memory, so that an observed step can run."""
         return zero_values(self._pending, self.device)
 
-    def divide(self, split: SplitLayerSet) -> None:
+    def divide(self, split: SplitModule) -> None:
         """Layers were split: tensors will get this rank's part of their full values."""
         self._split = split
 

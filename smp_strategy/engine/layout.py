@@ -24,7 +24,7 @@ from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.tensor_parallel.plan.plan import SplitReport
-from smp_strategy.tensor_parallel.split_module import SplitLayerSet
+from smp_strategy.tensor_parallel.split_module import SplitModule
 
 __all__ = ["Layout"]
 
@@ -56,7 +56,7 @@ class Layout:
     """Costs of calls: modelled, or measured once the partition is decided."""
     partition: Partition | None = None
     """Stage of each unit; ``None`` until it is decided."""
-    split: SplitLayerSet = field(default_factory=SplitLayerSet.none)
+    split: SplitModule = field(default_factory=SplitModule.none)
     """Split layers."""
     used_by_glue: tuple[Tensor, ...] = ()
     """Parameters and tables of units that code above the units computes with."""

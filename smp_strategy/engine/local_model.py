@@ -47,7 +47,7 @@ from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients
-from smp_strategy.tensor_parallel.split_module import SplitLayerSet
+from smp_strategy.tensor_parallel.split_module import SplitModule
 
 __all__ = ["LocalModel"]
 
@@ -94,7 +94,7 @@ class LocalModel:
         delayed: DelayedModule,
         ledger: Ledger,
         *,
-        split: SplitLayerSet,
+        split: SplitModule,
         copies: Sequence[nn.Module] = (),
     ) -> None:
         self._module = module

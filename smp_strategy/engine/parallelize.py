@@ -54,7 +54,7 @@ from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.user_collectives import replicas_of
 from smp_strategy.tensor_parallel.plan.user_choices import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
-from smp_strategy.tensor_parallel.split_module import SplitLayerSet
+from smp_strategy.tensor_parallel.split_module import SplitModule
 
 __all__ = ["make_whole_again", "parallelize", "resume"]
 
@@ -193,7 +193,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
     # Interception keeps the `forward` of units as it was then; splitting changes it, so intercept again afterwards.
     calls.give_back()
     try:
-        split = split_layers(
+        layout.split = split_layers(
             layout.module,
             group,
             patterns=config.tensor_parallel,
@@ -202,8 +202,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
             run_step=run_step,
             before=None if last is None else last.watched,
         )
-        layout.split = SplitLayerSet(split, group)
-        split.report.refuse_unsplit()
+        layout.split.report.refuse_unsplit()
     finally:
         calls.intercept(layout.units, layout.module)
     parts.delayed.divide(layout.split)
@@ -211,7 +210,7 @@ def _split_layers(parts: EngineParts, first: FirstStep, group: TensorGroup) -> N
         _refuse_other_cuts(layout.module, layout.split, before)
 
 
-def _refuse_other_cuts(module: nn.Module, split: SplitLayerSet, before: Mapping[nn.Parameter, Cut]) -> None:
+def _refuse_other_cuts(module: nn.Module, split: SplitModule, before: Mapping[nn.Parameter, Cut]) -> None:
     """Refuse cuts that differ from those ``before``, which optimizers have state for.
 
     Raises:

@@ -106,7 +106,8 @@ def _shard(
     units.group = mesh.shard_group
     with torch.no_grad():
         for parameter, read in runs.items():
-            for start, memory in units.runs_to_fill(parameter):
+            buffer, number = units.place_of(parameter)
+            for start, memory in buffer.runs_to_fill(number):
                 memory.copy_(read(start, start + len(memory)))
     return units
 

@@ -7,7 +7,8 @@ plausible number. See [Note: guarded tensors] below.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "lend",
     "name_of",
     "placeholder",
+    "untracked",
     "unwatch",
     "watch",
 ]
@@ -50,6 +52,14 @@ __all__ = [
 
 # Context in which operations reach the memory behind guarded tensors, for code that tells them apart itself.
 in_plain_sight: Any = plain_functions
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Touch parameters freely, without autograd; tensors made in inference mode are ordinary ones all the same."""
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+        yield
+
 
 # Attribute of a guarded tensor that holds its `_Guarded`.
 _GUARD = "_smp_guard"

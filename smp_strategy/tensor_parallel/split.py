@@ -4,17 +4,11 @@ All ranks decide from the same module what is split and how, before anything is 
 (:mod:`smp_strategy.tensor_parallel.plan.resolve`), and compare their decisions: ranks that split differently would wait
 for each other for ever. A layer may still refuse when it is split (because of a ``forward`` of its own, say). Then all
 split layers are made whole, and the decision is repeated without its block.
-
-Temporary view of modules as they were before their layers were split.
-
-Code written for whole layers (initialisers) asks modules for their classes and sizes. Parameters are not exchanged
-here: the caller provides tensors of the right shape.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +17,7 @@ from smp_strategy.distributed.agreement.topics import SPLIT_LAYERS
 from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.padded_encoder import zero_padding_of
+from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit
 from smp_strategy.tensor_parallel.layers.embedding import (
@@ -48,84 +43,9 @@ from smp_strategy.tensor_parallel.plan.resolve import SplitDecision, choose
 from smp_strategy.tensor_parallel.plan.torch_layers import torch_blocks
 from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
+from smp_strategy.tensor_parallel.split_module import SplitModule, UnsplitViews
 
-__all__ = ["SplitModule", "UnsplitViews", "split_layers"]
-
-
-_MISSING = object()
-
-
-@final
-class UnsplitViews:
-    """Recorded classes and attributes of ``modules``; create it before their layers are split.
-
-    Args:
-        modules: Modules that may change.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = [(module, type(module), dict(vars(module))) for module in modules]
-        self._changes: list[tuple[nn.Module, tuple[type, type], dict[str, tuple[Any, Any]]]] = []
-
-    def compare(self) -> None:
-        """Record the changes that the split has made; only these are switched later."""
-        for module, kind, before in self._before:
-            after = dict(vars(module))
-            names = [
-                name for name in {**before, **after} if before.get(name, _MISSING) is not after.get(name, _MISSING)
-            ]
-            if names or type(module) is not kind:
-                attributes = {name: (before.get(name, _MISSING), after.get(name, _MISSING)) for name in names}
-                self._changes.append((module, (kind, type(module)), attributes))
-        self._before = []
-
-    @contextmanager
-    def dense(self) -> Iterator[None]:
-        """Context in which modules look as before the split."""
-        self._show(0)
-        try:
-            yield
-        finally:
-            self._show(1)
-
-    def _show(self, which: int) -> None:
-        for module, kinds, attributes in self._changes:
-            module.__class__ = kinds[which]
-            _fill(vars(module), {name: values[which] for name, values in attributes.items()})
-
-
-def _fill(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is _MISSING:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = value
-
-
-@final
-@dataclass(frozen=True)
-class SplitModule:
-    """A module with split layers.
-
-    Attributes:
-        cuts: Cuts of the split parameters; others are the same on all ranks.
-        report: How each layer was split, or why not.
-        appearance: Classes and sizes of its modules before the split.
-        watched: Observations of the traced step.
-        blocks: Layers that are split together.
-    """
-
-    cuts: Mapping[nn.Parameter, Cut]
-    report: SplitReport
-    appearance: UnsplitViews
-    watched: ObservedLayers
-    blocks: tuple[LayerBlock, ...]
-    _undo: list[Callable[[], object]] = field(repr=False)
-
-    def to_dense(self) -> None:
-        """Make all layers whole again, in place. All ranks of the group call it; gradients are dropped."""
-        while self._undo:
-            self._undo.pop()()
+__all__ = ["split_layers"]
 
 
 def split_layers(
@@ -177,9 +97,10 @@ def split_layers(
                 undo += [SequenceParallel(layers, group, dim=stream_dim).remove for layers in streams.values()]
                 report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
-            return SplitModule(_cuts(module), report, appearance, watched, choice.blocks, undo)
+            return SplitModule(ParameterParts(_cuts(module), group), report, appearance, watched, choice.blocks, undo)
         # A refusal may leave out bonded and tied blocks as well, so everything is decided again.
-        SplitModule({}, report, appearance, watched, (), undo).to_dense()
+        while undo:
+            undo.pop()()
         refused |= failed
 
 

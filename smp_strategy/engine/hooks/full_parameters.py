@@ -13,24 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, in_plain_sight, unwatch, watch
+from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, Guard, untracked, unwatch, watch
 from smp_strategy.model.ownership import resize
 
 __all__ = ["FullSplitLayers", "FullParameters"]
-
-
-@contextmanager
-def _ordinary() -> Iterator[None]:
-    """Context that accesses memory whatever class tensors have, and in which new tensors are ordinary ones."""
-    with in_plain_sight(), torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _filled(tensor: Tensor, values: Tensor) -> Tensor:
@@ -128,7 +120,7 @@ class FullSplitLayers:
 
         return call
 
-    @_ordinary()
+    @untracked()
     def _show_here(self) -> None:
         for parameter in self._here:
             data, gradient = parameter.data, parameter.grad
@@ -138,7 +130,7 @@ class FullSplitLayers:
             if gradient is not None:
                 parameter.grad = self._parts.join(parameter, gradient)
 
-    @_ordinary()
+    @untracked()
     def _hide_here(self) -> None:
         for parameter, data, gradient in self._kept:
             whole, of_whole = parameter.data, parameter.grad
