@@ -75,7 +75,7 @@ class Holdings:
     @property
     def updates_all(self) -> bool:
         """Whether optimizers see the same parameters here as in a single process."""
-        return not self.is_divided and self.mesh.shard_group is None and not self.parts.is_split
+        return not (self.mesh.spreads_model or self.zero.is_on)
 
     @property
     def is_divided(self) -> bool:

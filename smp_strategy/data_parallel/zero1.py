@@ -52,7 +52,6 @@ class ZeroOptimizer:
         ownership: Stages that hold each parameter.
         mesh: Places of the stages and replicas.
         is_on: Whether the parameters are dealt out; otherwise every replica updates all of them.
-        everyone_sees: Whether all replicas keep the averaged gradients until the optimizer's step.
 
     Attributes:
         is_on: Whether the parameters are dealt out, and there is more than one replica.
@@ -60,9 +59,9 @@ class ZeroOptimizer:
         arrivals: New values on their way from other replicas.
     """
 
-    def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
+    def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool) -> None:
         self.is_on = is_on and mesh.dp > 1
-        self.show_gradients(everyone=everyone_sees)
+        self.show_gradients(everyone=False)
         self._ownership = ownership
         self._mesh = mesh
         self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))

@@ -132,6 +132,11 @@ class ProcessMesh:
         return self.shape.tp
 
     @property
+    def spreads_model(self) -> bool:
+        """Whether no rank has the whole module in steps: it has stages, shards or split layers."""
+        return self.pp > 1 or self.shard_group is not None or self.tp > 1
+
+    @property
     def is_first_of_replica(self) -> bool:
         """Whether this rank holds the last stage of its replica, with the loss and the loggers."""
         return self.rank == self.first_of_replica

@@ -44,11 +44,7 @@ class Inspection:
     def divides_updates(self) -> bool:
         """Whether the optimizers of a rank see only some parameters, or shards or parts of them."""
         mesh = self._parts.mesh
-        return (
-            mesh.pp * mesh.tp > 1
-            or mesh.shard_group is not None
-            or (self._parts.config.shard_optimizer_state and mesh.dp > 1)
-        )
+        return mesh.spreads_model or (self._parts.config.shard_optimizer_state and mesh.dp > 1)
 
     def stage_of(self, part: nn.Module) -> int | None:
         """Stage that runs ``part``; ``None`` if every stage does, or if nothing is decided yet."""

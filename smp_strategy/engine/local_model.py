@@ -121,8 +121,7 @@ class LocalModel:
             sums=replica_sums(mesh, delayed.device, config.ddp_reduction),
         )
         self._own = OwnParameters(module)
-        is_spread = mesh.pp > 1 or mesh.shard_group is not None or split.parts.is_split
-        self.whole_on: RestoreModule = "none" if is_spread else "all"
+        self.whole_on: RestoreModule = "none" if mesh.spreads_model else "all"
 
     @property
     def whole_parameters(self) -> list[nn.Parameter]:

@@ -55,7 +55,7 @@ def take_holdings(
         module=module,
         ownership=ownership,
         mesh=mesh,
-        zero=ZeroOptimizer(ownership, mesh, is_on=config.shard_optimizer_state and not is_sharded, everyone_sees=False),
+        zero=ZeroOptimizer(ownership, mesh, is_on=config.shard_optimizer_state and not is_sharded),
         sharded=_shard(module, ownership, mesh, config, delayed) if is_sharded else ShardedModule.none(),
         parts=parts,
     )

@@ -249,9 +249,7 @@ class StrategyHooks(DelegatingStrategy):
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
             with self._engine.saved.looking_as_built():
                 self.setup_optimizers(trainer)
-        mesh = self._engine.mesh
-        spreads = mesh.pp * mesh.tp > 1 or mesh.shard_group is not None
-        refuse_unsupported(trainer, module, self.optimizers, spreads=spreads)
+        refuse_unsupported(trainer, module, self.optimizers, spreads=self._engine.mesh.spreads_model)
         self.setup_precision_plugin()
         self._engine.attach(
             module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module), trains=fitting
