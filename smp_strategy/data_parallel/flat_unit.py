@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
+from smp_strategy.data_parallel.flat_gradients import FlatGradients
 from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
@@ -125,7 +126,7 @@ class FlatUnit:
     def gradient_shards(self) -> list[Tensor]:
         """This rank's gradient shards, to be summed over the replicas in place."""
         self.wait_reduced()
-        return [buffer.gradients for buffer in self._buffers if buffer.gradients is not None]
+        return [each.own for each in self._gradients if each.own is not None]
 
     @property
     def is_trained(self) -> bool:
@@ -141,7 +142,7 @@ class FlatUnit:
     def has_gradients(self) -> bool:
         """Whether there are gradients that have not been reduced."""
         with in_plain_sight():
-            return any(buffer.has_gradients for buffer in self._buffers)
+            return any(each.are_unreduced for each in self._gradients)
 
     def gather(self, *, again: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
@@ -165,7 +166,7 @@ class FlatUnit:
         Raises:
             UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
-        self._each(FlatBuffer.collect)
+        self._each(lambda buffer: buffer.gradients.collect())
 
     def reduce(self, factor: float = 1.0) -> None:
         """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
@@ -173,19 +174,19 @@ class FlatUnit:
         Args:
             factor: Factor of this rank's gradients.
         """
-        self._each(lambda buffer: buffer.reduce(factor))
+        self._each(lambda buffer: buffer.gradients.reduce(factor))
 
     def wait_reduced(self) -> None:
         """Wait for gradients that are being reduced."""
-        self._each(FlatBuffer.wait_reduced)
+        self._each(lambda buffer: buffer.gradients.wait())
 
     def begin_gradients(self) -> None:
         """Begin a pass: accumulate onto the gradients that the parameters have, as pieces."""
-        self._each(FlatBuffer.begin_gradients)
+        self._each(lambda buffer: buffer.gradients.begin())
 
     def end_gradients(self) -> None:
         """End a pass: give the parameters its gradients, as pieces."""
-        self._each(FlatBuffer.end_gradients)
+        self._each(lambda buffer: buffer.gradients.end())
 
     def show_pieces(self) -> None:
         """Make every parameter and its gradient this rank's piece, until :meth:`hide_pieces`."""
@@ -230,14 +231,14 @@ class FlatUnit:
             must be over before it is complete.
         """
         with untracked():
-            found = [buffer.take_gradients() for buffer in self._trained]
+            found = [gradients.take_reduced() for gradients in self._trained]
         return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
 
     def put_gradients(self, shards: Iterable[Tensor]) -> None:
         """Set the gradients to their sums over the replicas: of the shards, or of this rank's own part of them."""
         with untracked():
-            for buffer, shard in zip(self._trained, shards, strict=True):
-                buffer.put_gradients(shard)
+            for gradients, shard in zip(self._trained, shards, strict=True):
+                gradients.put_summed(shard)
 
     def _each(self, act: Callable[[FlatBuffer], object]) -> None:
         with untracked():
@@ -245,8 +246,12 @@ class FlatUnit:
                 act(buffer)
 
     @property
-    def _trained(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._buffers if buffer.is_trained]
+    def _gradients(self) -> list[FlatGradients]:
+        return [buffer.gradients for buffer in self._buffers]
+
+    @property
+    def _trained(self) -> list[FlatGradients]:
+        return [gradients for gradients in self._gradients if gradients.is_trained]
 
 
 def _without_doubles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[tuple[str, ...], nn.Parameter]]:

@@ -24,6 +24,7 @@ from smp_strategy.data_parallel.optimizer_state import cut_state, kept_per_eleme
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.model.guarded_tensors import untracked
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.model.shard_layout import Run, shard_rectangles
@@ -173,7 +174,8 @@ class Holdings:
         """Set the gradient of ``parameter``, which is summed over ranks already."""
         if self.is_sharded(parameter):
             buffer, number = self.sharded.place_of(parameter)
-            buffer.take_gradient(number, local)
+            with untracked():
+                buffer.gradients.set_piece(number, local, is_used=True)
         elif self.is_updated_here(parameter) or not self.zero.drops_gradients:
             parameter.grad = local
 
