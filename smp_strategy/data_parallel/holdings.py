@@ -1,9 +1,10 @@
 """Holdings: where each parameter of a module is, and which part of it this rank holds, updates and saves.
 
-Four things spread a parameter. A pipeline stage holds it or does not. A tensor-parallel rank holds a part of it, and a
-rank of a shard group a run of the elements of that part. One replica updates it, or each of them does. Values,
-gradients and optimizer state with one value per element are spread alike. ``local`` tensors are this rank's, ``whole``
-shapes those of the unpartitioned module::
+Four things spread a parameter. A pipeline stage holds it or does not (:mod:`smp_strategy.model.ownership`). A
+tensor-parallel rank holds a part of it (:mod:`smp_strategy.model.parameter_parts`), and a rank of a shard group a run
+of the elements of that part (:mod:`smp_strategy.data_parallel.sharded_module`). One replica updates it, or each of them
+does (:mod:`smp_strategy.data_parallel.zero1`). Values, gradients and optimizer state with one value per element are
+spread alike. ``local`` tensors are this rank's, ``whole`` shapes those of the unpartitioned module::
 
     whole 6 x 4  ->  part 3 x 4 (tensor parallelism)  ->  run of 5 elements (sharding)
 

@@ -11,7 +11,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
 * ``written_weights.py``: parameters that steps write to, which dry runs put back.
 * ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
-* ``local_model.py``, ``sharded_parameters.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
+* ``local_model.py``, ``take_holdings.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
   restoring; the making of its shards.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
 * ``new_step_kinds.py``, ``carried_state.py``: the first step of each kind: the tensors that it uses, reasons to refuse

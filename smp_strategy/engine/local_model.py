@@ -1,10 +1,7 @@
 """Local model: the parameters that this rank holds, and how they are trained, shown to hooks, saved and restored.
 
-A parameter belongs to the stages of the units that contain it (:mod:`smp_strategy.model.ownership`). On a stage it is
-replicated over all replicas or sharded over a shard group (:mod:`smp_strategy.data_parallel.sharded_module`), and one
-replica or all of them update it (:mod:`smp_strategy.data_parallel.zero1`). Of a split layer a rank holds a part, and
-all of this applies to the part (:mod:`smp_strategy.tensor_parallel`). The first step creates the local model by freeing
-the values of other ranks; it lives until the module is full again.
+Which parameters these are, and which part of each, :class:`~smp_strategy.data_parallel.holdings.Holdings` tells. The
+first step creates the local model by freeing the values of other ranks; it lives until the module is full again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +36,8 @@ from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.own_parameters import OwnParameters
 from smp_strategy.engine.run_outcome import BrokenUpdates
-from smp_strategy.engine.sharded_parameters import take_holdings
 from smp_strategy.engine.step_results import Accumulated, accumulating
+from smp_strategy.engine.take_holdings import take_holdings
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
@@ -76,8 +73,8 @@ class LocalModel:
         config: All options.
         delayed: Tensors without values yet, and the device where they are made.
         ledger: Notes for comparison with all ranks.
-        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
         split: Split layers.
+        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
 
     Attributes:
         holdings: Where each parameter is, and which part of it this rank has.

@@ -36,12 +36,7 @@ class Views:
         self._depth = 0  # of contexts that put the view aside
         self._late: Callable[[], None] | None = None  # opens the view of a hook that has begun without one
 
-    def begin(
-        self,
-        holdings: Holdings,
-        full: FullParameters,
-        transport: Transport | None,
-    ) -> None:
+    def begin(self, holdings: Holdings, full: FullParameters, transport: Transport | None) -> None:
         """Set up views of the partitioned module; see :class:`HookView`. ``transport=None``: a single stage."""
         self._make = lambda: full if transport is None else HookView(holdings, full, transport, self.inference)
         holdings.ownership.sight.ask = lambda: self._view is None and self.ask()
