@@ -137,7 +137,12 @@ class ShardedModule:
     @property
     def is_whole(self) -> bool:
         """Whether every parameter and gradient is whole now, for user code."""
-        return self._is_whole or not self.units
+        return self._is_whole or self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank shares nothing with others."""
+        return self._shards.size == 1
 
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is sharded."""
@@ -271,7 +276,7 @@ class ShardedModule:
                     parameter.grad = None
         # If something was added that is not summed yet, all is averaged once more.
         self._has_sums = self._has_sums and self._is_final
-        self._is_final = not self.units
+        self._is_final = self._is_alone
 
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Average the gradients over the replicas, if anything was added. Collective.
@@ -338,7 +343,7 @@ class ShardedModule:
             make_whole: Called at the first use, to call :meth:`show_whole`.
             sizes: Whether asking for the size of a parameter is a use as well.
         """
-        if self.units:
+        if not self._is_alone:
             self._guard.make_whole, self._guard.sizes = make_whole or self.show_whole, sizes
         try:
             yield

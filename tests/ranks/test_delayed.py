@@ -294,7 +294,7 @@ def bytes_while_a_share_is_taken(
         sharded = self.holdings.sharded
         replicated = [each for each in self.holdings.parameters if not sharded.has(each)]
         share = sum(each.untyped_storage().nbytes() for each in replicated)
-        found.append(share + (sharded.held_bytes))
+        found.append(share + sharded.held_bytes)
 
     found: list[int] = []
     monkeypatch.setattr(LocalModel, "__init__", counted)

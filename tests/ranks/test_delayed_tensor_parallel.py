@@ -241,7 +241,7 @@ def bytes_of_the_first_step(
         sharded = self.holdings.sharded
         replicated = [each for each in self.holdings.parameters if not sharded.has(each)]
         share = sum(each.untyped_storage().nbytes() for each in replicated)
-        found.append(share + (sharded.held_bytes))
+        found.append(share + sharded.held_bytes)
 
     monkeypatch.setattr(DelayedModule, "prepare", prepared)
     monkeypatch.setattr(LocalModel, "__init__", constructed)
