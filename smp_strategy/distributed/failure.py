@@ -63,6 +63,8 @@ _PROCESSES: Final = "smp_strategy/processes"
 _CONSEQUENCES: Final = frozenset((signal.SIGTERM, signal.SIGINT))
 # A rank that fails publishes before its sockets close; this covers the delay between the two.
 _PATIENCE_SECONDS = 2.0
+# A process that ends later may be a consequence: launchers look ten times a second, and end the others.
+_CAUSE_SECONDS: Final = 0.1
 # Timeout for a connection to the process that serves the store.
 _CONNECT_SECONDS: Final = 1.0
 # Timeout for an answer of the store.
@@ -218,24 +220,32 @@ def blame(error: Exception, suspects: Sequence[int] = ()) -> Exception:
 
 def _search(suspects: Sequence[int]) -> PeerFailedError | None:
     """Wait a moment for the first failure, which may be about to be published, or be the end of a suspect."""
-    deadline, lost = time.monotonic() + _PATIENCE_SECONDS, None
+    begun, lost = time.monotonic(), dict[PeerProcess, int | None]()
     while (store := _store_in_reach()) is not None:
         if (culprit := first_failure(store, current_run())) is not None:
             return PeerFailedError(culprit)
-        processes = [process for process in _processes(store) if process.rank in suspects]
-        codes = {process: exit_code_of(process) for process in processes if has_ended(process)}
+        waited = time.monotonic() - begun
+        codes = _ended(store, suspects)
         for process, code in codes.items():
-            if code is not None and code < 0 and -code not in _CONSEQUENCES:
+            if code is not None and code < 0:
                 publish(store, process.rank, how_it_ended(process.pid, code))
-        # Those that end later may be a consequence.
-        lost = codes if lost is None else lost
-        if time.monotonic() > deadline:
+        lost = lost if lost or waited > _CAUSE_SECONDS else codes
+        if waited > _PATIENCE_SECONDS:
             return _published(store, lost)
         time.sleep(0.02)
     server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
     return PeerFailedError(
         f"{server} is gone: it was killed, or has ended. Rank {dist.get_rank()} ends because of that."
     )
+
+
+def _ended(store: dist.Store, suspects: Sequence[int]) -> dict[PeerProcess, int | None]:
+    """Processes of ``suspects`` on this machine that have ended, with exit codes as far as they are known."""
+    key = f"{_PROCESSES}/{process_space()}"
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    processes = [process for process in map(PeerProcess.decode, lines) if process.rank in suspects]
+    codes = {process: exit_code_of(process) for process in processes if has_ended(process)}
+    return {process: code for process, code in codes.items() if code is None or -code not in _CONSEQUENCES}
 
 
 def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None]) -> PeerFailedError | None:
@@ -245,14 +255,10 @@ def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None]) -> Pee
     process, code = next(iter(lost.items()))
     gone = f"its process ({process.pid}) has ended without a word, as one does that is killed. {_where_to_read()}"
     story = gone if code is None else how_it_ended(process.pid, code)
+    if code == 0:
+        story = f"its process ({process.pid}) has ended with exit code 0, but other ranks wait for it."
     publish(store, process.rank, story)
     return PeerFailedError(first_failure(store, current_run()) or f"rank {process.rank} failed first: {story}")
-
-
-def _processes(store: dist.Store) -> list[PeerProcess]:
-    """Processes of the ranks of this machine."""
-    key = f"{_PROCESSES}/{process_space()}"
-    return list(map(PeerProcess.decode, store.get(key).decode().splitlines() if store.check([key]) else ()))
 
 
 def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:

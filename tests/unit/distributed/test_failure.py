@@ -159,7 +159,7 @@ def lost_by(kind):
 ENDS = """
 import os, sys
 sys.stdin.read()
-os.kill(os.getpid(), 7) if "{kind}" == "bus" else os._exit(3)
+os.kill(os.getpid(), 7) if "{kind}" == "bus" else os._exit(0 if "{kind}" == "end" else 3)
 """
 
 
@@ -171,6 +171,7 @@ os.kill(os.getpid(), 7) if "{kind}" == "bus" else os._exit(3)
             "rank 1 failed first: its process (PID) was killed by SIGBUS (signal 7), as the",
         ),
         ("code", "rank 1 failed first: its process (PID) ended with exit code 3."),
+        ("end", "rank 1 failed first: its process (PID) has ended with exit code 0, but other ranks wait for it."),
         (
             "gone",
             "rank 1 failed first: its process (PID) has ended without a word, as one does that is killed.",
