@@ -14,6 +14,7 @@ seconds.
 
 import argparse
 import json
+import mmap
 import os
 import re
 import signal
@@ -72,6 +73,7 @@ FAULTS = {
     "memory-1": Fault(kind="memory", said="MemoryError"),
     "exit-1": Fault(kind="exit", said="rank 1"),
     "crash-1": Fault(kind="crash", said=r"rank 1 .*SIGSEGV"),
+    "cut-file-1": Fault(kind="cut-file", said=r"rank 1 .*SIGBUS \(signal 7\), as the system does when a file is"),
     "sigterm-0": Fault(kind="sigterm", rank=0, said="SIGTERM", codes=(143,)),
     "sigterm-1": Fault(kind="sigterm", said="SIGTERM", codes=(143,)),
     "sigterm-group": Fault(kind="sigterm-group", rank=0, said="SIGTERM", codes=(143,)),
@@ -102,6 +104,12 @@ def strike(place: str, number: int) -> bool:
         raise MemoryError
     if kind == "exit":
         sys.exit(3)
+    if kind == "cut-file":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(mmap.PAGESIZE)
+            mapped = mmap.mmap(file.fileno(), 0)
+            file.truncate(0)
+            mapped[0]
     if kind == "kill-later":
         threading.Timer(time.time() % 0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     numbers = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}

@@ -17,6 +17,7 @@ Reading order:
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``tensor_group``: collectives of split layers, among the ranks of a tensor-parallel group.
 * ``door_words``: the calls of Lightning or Accelerate that errors name as a remedy.
+* ``peer_processes``: how processes of other ranks of this machine have ended, as long as the system tells it.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
 * ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.

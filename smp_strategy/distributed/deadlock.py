@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from os import getpid
-from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -36,15 +35,23 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.door_words import door_words
-from smp_strategy.distributed.failure import StoreCall, current_run, first_failure, publish, raise_lost
+from smp_strategy.distributed.failure import (
+    StoreCall,
+    current_run,
+    first_failure,
+    introduce,
+    publish,
+    raise_lost,
+)
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
+from smp_strategy.distributed.peer_processes import is_stopped
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
-__all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "is_stopped", "user_code", "watch_of"]
+__all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
 
 PATIENCE_SECONDS: Final = 5.0
 """Age of a wait at which a rank publishes its position."""
@@ -339,6 +346,7 @@ def watch_of() -> Watch:
     watch = _WATCHES.get(world)
     if watch is None:
         watch = _WATCHES[world] = Watch()
+        introduce()
     return watch
 
 
@@ -382,15 +390,6 @@ def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[i
 def _may_be_stopped(position: Position | None, machine: str) -> bool:
     """Whether a silent rank may be stopped, and is not in one long call that holds Python's GIL."""
     return position is None or position.process[0] != machine or is_stopped(position.process[1]) is not False
-
-
-def is_stopped(process: int) -> bool | None:
-    """Whether a process of this machine is stopped; ``None``: it is none, or this system does not say."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-    return state not in "RSDI"
 
 
 def _place(position: Position | None) -> str:

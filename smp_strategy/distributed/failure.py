@@ -2,8 +2,8 @@
 
 When one rank fails, the others fail a moment later with "connection closed by peer", and those secondary errors are
 what people read first. So the rank that fails writes its error to the store of the process group before its connections
-close; for a rank that was killed, the process that started it does. A rank whose connection breaks reads that error and
-raises it.
+close; for a rank that was killed, the process that started it does, or a rank of its machine that sees how it ended. A
+rank whose connection breaks reads that error and raises it.
 
 If the process that serves the store is gone, any call of the store prints a screen of C++ frames. So a connection of
 our own, which prints nothing, checks first whether it is there. The store may also live in a rank that is stopped, and
@@ -17,6 +17,7 @@ failure that ends a process has the number 0 and is always read.
 """
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -28,6 +29,13 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from smp_strategy.distributed.peer_processes import (
+    PeerProcess,
+    exit_code_of,
+    has_ended,
+    how_it_ended,
+    process_space,
+)
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import PeerFailedError, SMPError
 
@@ -38,6 +46,7 @@ __all__ = [
     "blame",
     "current_run",
     "first_failure",
+    "introduce",
     "is_library",
     "publish",
     "publish_own",
@@ -49,8 +58,13 @@ FATAL: Final = 0
 """Number of the run for a failure that ends the process."""
 
 _FIRST = "smp_strategy/first_failure"
+_PROCESSES: Final = "smp_strategy/processes"
+# Signals with which launchers end the other ranks after a failure.
+_CONSEQUENCES: Final = frozenset((signal.SIGTERM, signal.SIGINT))
 # A rank that fails publishes before its sockets close; this covers the delay between the two.
 _PATIENCE_SECONDS = 2.0
+# A process that ends later may be a consequence: launchers look ten times a second, and end the others.
+_CAUSE_SECONDS: Final = 0.1
 # Timeout for a connection to the process that serves the store.
 _CONNECT_SECONDS: Final = 1.0
 # Timeout for an answer of the store.
@@ -107,6 +121,12 @@ class StoreCall(Generic[T]):
             self._value = self._call()
         except Exception as error:
             self._error = error
+
+
+def introduce() -> None:
+    """Tell the other ranks which process this rank is, so that those of its machine can see how it ends."""
+    store: Any = default_store()  # `append` lacks in torch's types
+    store.append(f"{_PROCESSES}/{process_space()}", PeerProcess.of(dist.get_rank(), os.getpid()).encode())
 
 
 def begin_run() -> None:
@@ -178,8 +198,12 @@ def _key(run: int) -> str:
     return f"{_FIRST}/{run}"
 
 
-def blame(error: Exception) -> Exception:
+def blame(error: Exception, suspects: Sequence[int] = ()) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
+
+    Args:
+        error: Error that has arisen here.
+        suspects: Ranks whose connection has broken, if it is that.
 
     Returns:
         ``error`` itself if it arose on this rank; a :class:`PeerFailedError` with the error of another rank if this
@@ -190,23 +214,51 @@ def blame(error: Exception) -> Exception:
     if not _is_broken_connection(error):
         publish_own(error)
         return error
-    search = StoreCall(_search)
+    search = StoreCall(lambda: _search(suspects))
     return (search.get() or error) if search.within(_ANSWER_SECONDS) else error
 
 
-def _search() -> PeerFailedError | None:
-    """Wait a moment for the first failure, which may be about to be published."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _search(suspects: Sequence[int]) -> PeerFailedError | None:
+    """Wait a moment for the first failure, which may be about to be published, or be the end of a suspect."""
+    begun, lost = time.monotonic(), dict[PeerProcess, int | None]()
     while (store := _store_in_reach()) is not None:
         if (culprit := first_failure(store, current_run())) is not None:
             return PeerFailedError(culprit)
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.05)
+        waited = time.monotonic() - begun
+        codes = _ended(store, suspects)
+        for process, code in codes.items():
+            if code is not None and code < 0:
+                publish(store, process.rank, how_it_ended(process.pid, code))
+        lost = lost if lost or waited > _CAUSE_SECONDS else codes
+        if waited > _PATIENCE_SECONDS:
+            return _published(store, lost)
+        time.sleep(0.02)
     server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
     return PeerFailedError(
         f"{server} is gone: it was killed, or has ended. Rank {dist.get_rank()} ends because of that."
     )
+
+
+def _ended(store: dist.Store, suspects: Sequence[int]) -> dict[PeerProcess, int | None]:
+    """Processes of ``suspects`` on this machine that have ended, with exit codes as far as they are known."""
+    key = f"{_PROCESSES}/{process_space()}"
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    processes = [process for process in map(PeerProcess.decode, lines) if process.rank in suspects]
+    codes = {process: exit_code_of(process) for process in processes if has_ended(process)}
+    return {process: code for process, code in codes.items() if code is None or -code not in _CONSEQUENCES}
+
+
+def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None]) -> PeerFailedError | None:
+    """Publish that processes ``lost``, with exit codes as far as known, have ended; ``None``: there are none."""
+    if not lost:
+        return None
+    process, code = next(iter(lost.items()))
+    gone = f"its process ({process.pid}) has ended without a word, as one does that is killed. {_where_to_read()}"
+    story = gone if code is None else how_it_ended(process.pid, code)
+    if code == 0:
+        story = f"its process ({process.pid}) has ended with exit code 0, but other ranks wait for it."
+    publish(store, process.rank, story)
+    return PeerFailedError(first_failure(store, current_run()) or f"rank {process.rank} failed first: {story}")
 
 
 def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:
@@ -221,18 +273,26 @@ def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> N
     """
     if isinstance(error, SMPError):
         raise error
-    cause = blame(error)
+    ranks = [ranks] if isinstance(ranks, int) else ranks
+    cause = blame(error, ranks)
     if cause is not error:
         raise cause from error
-    ranks = [ranks] if isinstance(ranks, int) else ranks
     several = len(ranks) > 1
     who = f"{'ranks' if several else 'rank'} {', '.join(map(str, ranks))}"
     raise PeerFailedError(
         f"While {doing} {who}, the connection failed: {error}\n"
         f"{'One of them' if several else who.capitalize()} is stuck, or has ended without a word, as a process does "
-        "that is killed: by the system when memory runs out, for example. Its own output, or that of its launcher, may "
-        "say more."
+        f"that is killed: by the system when memory runs out, for example. {_where_to_read()}"
     ) from error
+
+
+def _where_to_read() -> str:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return (
+            "The table with which `torchrun` or `accelerate launch` ends names the signal, under 'Root Cause': SIGKILL "
+            "if memory has run out, SIGBUS if a file was made shorter while it was read or `/dev/shm` is full."
+        )
+    return "Its own output, or that of its launcher, may say more."
 
 
 def is_library(names: Mapping[str, Any]) -> bool:

@@ -25,7 +25,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, NamedTuple, final
 from weakref import finalize
 
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.peer_processes import process_space
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.errors import SMPError
 
@@ -161,7 +161,7 @@ class Arena:
         except (OSError, ValueError) as error:
             self.stop_sharing()
             raise OSError(str(error)) from error
-        self.address = ArenaAddress(_system(), os.getpid(), self._descriptor, key, capacity)
+        self.address = ArenaAddress(process_space(), os.getpid(), self._descriptor, key, capacity)
         self._first = _data_of(capacity)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._blocks = FirstFit(capacity, GRANULE)
@@ -287,7 +287,7 @@ class PeerArena:
     """
 
     def __init__(self, address: ArenaAddress) -> None:
-        if address.system != _system():
+        if address.system != process_space():
             raise OSError("on another machine, or in another container")
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         # Should the path lead elsewhere, opening it must not block.
@@ -387,10 +387,3 @@ def _data_of(capacity: int) -> int:
 def _memory_of_machine() -> int:
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return -(-nbytes // GRANULE) * GRANULE
-
-
-def _system() -> str:
-    """Identity of the running kernel and of the namespace of process numbers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return "unknown"

@@ -82,7 +82,7 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     elif degree > 1 and config.num_microbatches(degree) == 1:
         report(
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
-            f"Set it to about {4 * degree}."
+            f"Set it to about {4 * degree}, unless the loss compares samples of its batch, or a norm needs all of them."
         )
     check_degrees(replace(config, pipeline_parallel_degree=degree), world_size, module)
     return shape_with(config, degree)

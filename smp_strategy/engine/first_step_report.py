@@ -83,9 +83,8 @@ def _change(parts: EngineParts, plan: Plan) -> str:
     if partition.num_stages == 1 or 2 * number * partition.num_stages > _MOST_ACTIONS:
         return ""
     enough = "" if parts.num_samples >= 2 * number else ", with batches of more samples"
-    # A batch that cannot be cut, or whose samples are compared, has one microbatch for a reason.
-    is_whole = parts.chose_microbatches and parts.config.microbatches == 1
-    found = {} if is_whole else {f"`microbatches={2 * number}`{enough}": plans.bubble(2 * number)}
+    # Whole batches have a reason: they cannot be cut, samples are compared, or the user wants them so.
+    found = {} if parts.config.microbatches == 1 else {f"`microbatches={2 * number}`{enough}": plans.bubble(2 * number)}
     if partition.schedule != "zb-h1" and partition.chunks_per_stage == 1:
         found["`pipeline=zb-h1`"] = plans.bubble(number, "zb-h1")
     return best_change(plan.bubble, {name: idle for name, idle in found.items() if idle is not None})

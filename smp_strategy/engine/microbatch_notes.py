@@ -86,12 +86,13 @@ def note_on_whole_batches(reason: Exception) -> str:
     return f"Batches are not cut into microbatches, and stages do not overlap. {reason}"
 
 
-def note_on_comparison(operation: str, sizes: Sequence[int], *, takes_whole: bool) -> str:
+def note_on_comparison(operation: str, sizes: Sequence[int], *, num_stages: int, takes_whole: bool) -> str:
     """Sentence on a loss that compares the samples of its batch.
 
     Args:
         operation: What it computes with several samples at once.
         sizes: Number of samples in each microbatch.
+        num_stages: Number of stages.
         takes_whole: Whether batches are not cut from now on.
     """
     whole = show_count(sum(sizes), "sample")
@@ -101,10 +102,14 @@ def note_on_comparison(operation: str, sizes: Sequence[int], *, takes_whole: boo
             "which would have fewer samples to compare, and stages do not overlap. Set `microbatches` if the loss of "
             "microbatches is meant."
         )
+    # Of equal stages, beside a schedule with the idle time of 1F1B.
+    factor = num_stages * len(sizes) / (len(sizes) + num_stages - 1)
+    overlap = f"stages do not overlap (a step of {num_stages} equal stages takes {factor:.1f} times as long), and "
     return (
-        f"The loss compares samples of its batch: {operation}. It is computed in each microbatch ({_sizes(sizes)}) "
-        f"instead of the batch ({whole}), so it is another loss, and may be 0 in a microbatch of one sample. For the "
-        "loss of the whole batch set `microbatches=1`."
+        f"The loss compares samples of its batch: {operation}. With {len(sizes)} microbatches it is computed in each "
+        f"microbatch ({_sizes(sizes)}) instead of the batch ({whole}), so it is another loss, and may be 0 in a "
+        f"microbatch of one sample. For the loss of the whole batch set `microbatches=1`: then "
+        f"{overlap if num_stages > 1 else ''}the activations of the whole batch are in memory at once."
     )
 
 

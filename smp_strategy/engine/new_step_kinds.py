@@ -66,7 +66,8 @@ class FirstStep(NamedTuple):
             operation = collectives.gather_objects(operation, "a look at the loss")[0]
         if operation and not parts.has_told_of_comparison:
             parts.has_told_of_comparison = True
-            parts.report(note_on_comparison(operation, self.sizes, takes_whole=is_free))
+            note = note_on_comparison(operation, self.sizes, num_stages=parts.mesh.pp, takes_whole=is_free)
+            parts.report(note)
         if not operation or not is_free:
             return None
         assert self.cut is not None

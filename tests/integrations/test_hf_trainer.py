@@ -311,6 +311,29 @@ def test_methods_of_a_subclass_stay_in_front(tmp_path):
     assert_close(found[0], expected[0])
 
 
+class Dealing(Trainer):
+    """As sentence-transformers does: after the loop, it asks whether ranks may run the model by themselves."""
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        self.is_sharded = self.is_fsdp_enabled
+        return output
+
+
+def dealt(folder, smp):
+    trainer = text_trainer(folder, smp, kind=Dealing)
+    trainer.evaluate()
+    seen = [trainer.is_sharded, trainer.is_fsdp_enabled]
+    trainer.predict(trainer.eval_dataset)
+    return [*seen, trainer.is_sharded, trainer.is_fsdp_enabled]
+
+
+@pytest.mark.parametrize(("smp", "is_sharded"), [(PP2, True), ({"sharded_data_parallel_degree": 2}, True), ({}, False)])
+def test_a_subclass_learns_after_an_evaluation_that_ranks_need_each_other(smp, is_sharded, tmp_path):
+    for found in on_ranks(dealt, 2, tmp_path, {"pipeline_parallel_degree": 1, **smp}):
+        assert found == [is_sharded, False] * 2
+
+
 def generated(folder, smp=None):
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}

@@ -36,11 +36,11 @@ def test_nothing_is_told_of_a_single_microbatch():
     assert run_ranks(reported, 2, 1) == [[], []]
 
 
-def told(smp_report):
+def told(smp_report, microbatches=4):
     """Reports of three training steps, after each of them."""
     module, batch, reports = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), torch.randn(8, 1024), []
-    options = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "1f1b", "smp_report": smp_report}
-    engine = Engine(SMPConfig(**options), report=reports.append)
+    options = {"pipeline_parallel_degree": 2, "microbatches": microbatches, "smp_report": smp_report}
+    engine = Engine(SMPConfig(**options, pipeline="1f1b"), report=reports.append)
     engine.attach(module)
     numbers = []
     for _ in range(3):
@@ -60,6 +60,14 @@ def test_the_first_step_has_one_report_that_is_the_same_on_all_ranks():
     assert "stage 1   F0 B0 F1 B1 F2 B2 F3 B3" in lines
     assert any(line.startswith("What would help most: `") for line in lines)
     assert " measured (forward and backward)." in report
+
+
+def test_whole_batches_that_the_user_wants_are_not_talked_out_of():
+    """A loss that compares samples needs them; only the sentence before the first step knows nothing of the loss."""
+    (_, (first, report)) = run_ranks(told, 2, "short", 1)[0]
+    assert first.startswith("`microbatches` is 1: ")
+    assert first.endswith("unless the loss compares samples of its batch, or a norm needs all of them.")
+    assert "`microbatches=" not in report
 
 
 def test_a_quiet_run_reports_nothing_and_a_full_one_everything():

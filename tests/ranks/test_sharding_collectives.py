@@ -303,14 +303,14 @@ def all_reduces_without_the_others() -> str:
 
 def test_a_rank_that_stops_is_named_to_those_who_wait_for_its_summands():
     _, *others = run_ranks(all_reduces_without_the_others, 4, timeout=60)
-    assert "rank 0, the connection failed" in "".join(others)
+    assert "rank 0 failed first: its process (" in "".join(others)
     assert all(error.startswith("PeerFailedError") for error in others)
 
 
 @pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (in_shared_memory, 2), (two_nodes, 4)])
 def test_a_rank_that_stops_is_named_to_those_who_wait_for_it(make, ranks):
     _, *others = run_ranks(without_the_others, ranks, make)
-    assert "rank 0, the connection failed" in "".join(others)
+    assert "rank 0 failed first: its process (" in "".join(others)
     assert all(error.startswith("PeerFailedError") for error in others)
 
 

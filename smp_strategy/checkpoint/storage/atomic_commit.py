@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Final
 
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.distributed.peer_processes import process_space
 from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
 
 __all__ = [
@@ -369,11 +370,7 @@ def _is_alive(path: Path, match: re.Match[str], now: float) -> bool:
 
 def _machine() -> str:
     """Identifier of the space of process ids: machine, boot, and container."""
-    known = [platform.node()]
-    with contextlib.suppress(OSError):
-        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        known.append(os.readlink("/proc/self/ns/pid"))
-    return hashlib.sha1("/".join(known).encode()).hexdigest()[:8]
+    return hashlib.sha1(f"{platform.node()}/{process_space()}".encode()).hexdigest()[:8]
 
 
 def _started(pid: int) -> str:

@@ -140,6 +140,36 @@ class SMPTrainer(Trainer):
             logs.update(self.accelerator.smp.figures())
         super().log(logs, start_time)
 
+    # Evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; see :meth:`evaluation_loop`."""
+        with self._like_itself():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict; see :meth:`evaluation_loop`."""
+        with self._like_itself():
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run over a data loader; a subclass that goes on after that learns that ranks need each other.
+
+        The Trainer of sentence-transformers deals the texts of its evaluators out over ranks then, unless the model is
+        sharded, for which it asks this attribute of FSDP's.
+        """
+        output = super().evaluation_loop(*args, **kwargs)
+        shape = self.accelerator.smp.shape
+        self.is_fsdp_enabled = shape.pp * shape.tp * shape.dp_shard > 1
+        return output
+
+    @contextmanager
+    def _like_itself(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = False
+
     # Saving. The Trainer calls these methods on all ranks.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

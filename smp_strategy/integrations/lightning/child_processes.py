@@ -22,23 +22,17 @@ from typing import Final, final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.deadlock import is_stopped
 from smp_strategy.distributed.failure import publish
+from smp_strategy.distributed.peer_processes import how_it_ended, is_stopped
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
-__all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
+__all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher"]
 
 GRACE_SECONDS: Final = 5.0
 # Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
-_GUESSES: Final[Mapping[int, str]] = {
-    signal.SIGKILL: ", as the system does when memory runs out (see `dmesg`)",
-    signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full",
-    signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
-    signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
-}
 STOPPED_SECONDS: Final = 60.0
 """Time for which a rank may be stopped before all ranks have met."""
 
@@ -162,21 +156,6 @@ class Children:
 
 def _has_failed(process: "subprocess.Popen[bytes]") -> bool:
     return process.poll() not in (None, 0, STOPPED)
-
-
-def how_it_ended(pid: int, code: int) -> str:
-    """A sentence about the end of a process.
-
-    Args:
-        pid: the process id.
-        code: ``subprocess``'s return code, negative for a signal.
-    """
-    if code >= 0:
-        return f"its process ({pid}) ended with exit code {code}."
-    number = -code
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    guess = _GUESSES.get(number, "")
-    return f"its process ({pid}) was killed by {name} (signal {number}){guess}."
 
 
 def end_with_launcher() -> None:

@@ -1,13 +1,25 @@
 """Who failed first."""
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from smp_strategy.distributed.failure import blame, first_failure, publish, publish_own, raise_lost, shortened
+from smp_strategy.distributed.failure import (
+    blame,
+    first_failure,
+    introduce,
+    publish,
+    publish_own,
+    raise_lost,
+    shortened,
+)
+from smp_strategy.distributed.peer_processes import PeerProcess, process_space
+from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.testing import run_ranks
 
@@ -126,6 +138,51 @@ def test_where_rank_zero_is_gone_it_is_named(tmp_path, monkeypatch, capfd):
     assert told == "Rank 0 is gone: it was killed, or has ended. Rank 1 ends because of that."
     # Each call of a store that is gone prints a screen.
     assert "TCPStore" not in capfd.readouterr().err
+
+
+def lost_by(kind):
+    """What this rank is told of a rank of its machine that has ended in a way of its own."""
+    introduce()
+    process = subprocess.Popen([sys.executable, "-c", ENDS.format(kind=kind)], stdin=subprocess.PIPE)
+    line = PeerProcess.of(1, process.pid).encode()
+    default_store().append(f"smp_strategy/processes/{process_space()}", line)
+    process.stdin.close()
+    if kind == "gone":
+        process.wait()
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(PeerFailedError) as caught:
+        raise_lost(RuntimeError("Connection reset by peer"), [1, 2], "waiting for")
+    return str(caught.value).replace(str(process.pid), "PID"), first_failure(default_store(), 1) is not None
+
+
+ENDS = """
+import os, sys
+sys.stdin.read()
+os.kill(os.getpid(), 7) if "{kind}" == "bus" else os._exit(0 if "{kind}" == "end" else 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "bus",
+            "rank 1 failed first: its process (PID) was killed by SIGBUS (signal 7), as the",
+        ),
+        ("code", "rank 1 failed first: its process (PID) ended with exit code 3."),
+        ("end", "rank 1 failed first: its process (PID) has ended with exit code 0, but other ranks wait for it."),
+        (
+            "gone",
+            "rank 1 failed first: its process (PID) has ended without a word, as one does that is killed.",
+        ),
+    ],
+)
+def test_a_rank_of_this_machine_that_was_killed_is_told_with_the_signal(kind, words, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ((told, is_published),) = run_ranks(lost_by, 1, kind)
+    assert told.startswith(words)
+    assert is_published
 
 
 def test_without_process_group_an_error_is_its_own():

@@ -116,15 +116,22 @@ def test_dry_runs_find_the_buffers_that_layers_update():
 
 
 @pytest.mark.parametrize(
-    ("takes_whole", "told"),
+    ("num_stages", "takes_whole", "told"),
     [
-        (False, "computed in each microbatch (1 to 2 samples) instead of the batch (3 samples)"),
-        (True, "So batches (3 samples) are not cut into microbatches"),
+        (1, False, "With 2 microbatches it is computed in each microbatch (1 to 2 samples) instead of the batch (3 "),
+        (1, False, "`microbatches=1`: then the activations of the whole batch are in memory at once."),
+        (
+            4,
+            False,
+            "then stages do not overlap (a step of 4 equal stages takes 1.6 times as long), and the activations",
+        ),
+        (2, True, "So batches (3 samples) are not cut into microbatches"),
     ],
 )
-def test_a_comparison_of_samples_is_told_with_its_operation_and_the_remedy(takes_whole, told):
-    note = note_on_comparison("`matmul` adds up pairs of samples", (2, 1), takes_whole=takes_whole)
-    assert note.startswith("The loss compares samples of its batch: `matmul` adds up pairs of samples. ")
+def test_a_comparison_of_samples_is_told_with_its_operation_the_remedy_and_its_price(num_stages, takes_whole, told):
+    operation = "`matmul` adds up pairs of samples"
+    note = note_on_comparison(operation, (2, 1), num_stages=num_stages, takes_whole=takes_whole)
+    assert note.startswith(f"The loss compares samples of its batch: {operation}. ")
     assert told in note
     assert "set `microbatches" in note.lower()
 

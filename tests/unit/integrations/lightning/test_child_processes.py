@@ -12,45 +12,7 @@ from pathlib import Path
 import pytest
 
 from smp_strategy.integrations.autoload import RARELY
-from smp_strategy.integrations.lightning.child_processes import how_it_ended
 from tests.unit.without_torch import STAND_IN
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (3, "its process (7) ended with exit code 3."),
-        (-signal.SIGSEGV, "its process (7) was killed by SIGSEGV (signal 11)."),
-        (-signal.SIGKILL, "its process (7) was killed by SIGKILL (signal 9), as the system does when memory runs out"),
-        (
-            -signal.SIGBUS,
-            "its process (7) was killed by SIGBUS (signal 7), as the system does when a file is made shorter",
-        ),
-        (-41, "its process (7) was killed by signal 41 (signal 41)."),
-    ],
-)
-def test_a_signal_is_named(code, words):
-    assert how_it_ended(7, code).startswith(words)
-
-
-READS_CUT_FILE = """
-    import os, torch
-    from pathlib import Path
-    from smp_strategy.checkpoint.storage.torch_load import load_file
-
-    path = Path("weights.pt")
-    torch.save({"weight": torch.ones(1 << 20)}, path)
-    state = load_file(path, weights_only=True)
-    os.truncate(path, 4096)
-    print(state["weight"].sum())
-"""
-
-
-@pytest.mark.timeout(120)
-def test_a_file_that_is_cut_while_it_is_read_is_told(tmp_path):
-    process = subprocess.run([sys.executable, "-c", textwrap.dedent(READS_CUT_FILE)], cwd=tmp_path)
-    assert "when a file is made shorter while it is read" in how_it_ended(7, process.returncode)
-
 
 LAUNCHER = """
     import os, sys, time
