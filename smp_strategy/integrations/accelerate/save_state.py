@@ -273,6 +273,11 @@ class StateFolderHooks(SavingHooks):
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
             self._smp_load(folder, models, load_kwargs, strict=strict)
+        if input_dir is None:
+            # A run that was started again would count from 0: an error at a name that is there, and before that, new
+            # checkpoints that `total_limit` takes for the oldest.
+            naming = self.project_configuration
+            naming.iteration = max(naming.iteration, folders.number_of(folder) + 1)
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
         """Load this rank's shard of ``folder``; hooks may have loaded some models already."""
