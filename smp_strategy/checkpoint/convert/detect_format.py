@@ -41,11 +41,7 @@ def open_checkpoint(
         raise CheckpointError(reason)
     if kind is CheckpointKind.SHARDED:
         return open_sharded(path, weights_at=weights_at)
-    if isinstance(path, RemotePath):
-        raise CheckpointError(
-            f"{path} is a {kind.value}, and sharded checkpoints alone are read at addresses. Copy it to this machine, "
-            "and give that."
-        )
+    assert isinstance(path, Path)
     if path.is_file():
         is_index = path.name.endswith(INDEX_ENDING)
         is_safe = kind is CheckpointKind.SAFETENSORS or path.suffix == ".safetensors" or is_index

@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -107,6 +108,8 @@ def kind_of(path: Place) -> CheckpointKind:
 def unreadable(path: Place, kind: CheckpointKind) -> str | None:
     """The reason why a kind cannot be read as a checkpoint, with a remedy; ``None``: it can, or the kind is not
     known."""
+    if isinstance(path, RemotePath) and kind is not CheckpointKind.SHARDED:
+        return f"{path} is a {kind.value}: only sharded checkpoints are read at an address. Copy it, and give the copy."
     if kind not in _REMEDIES:
         return None
     article = "is" if kind is CheckpointKind.EMPTY else "is a"
@@ -236,7 +239,7 @@ def _kind_of_file(file: Place) -> CheckpointKind:
     if is_commit_object(start):
         return CheckpointKind.SHARDED
     if start.startswith(b"PK"):
-        return _kind_of_archive(file, start, size)
+        return _kind_of_archive(file, start)
     if start.startswith(_OLD_TORCH):
         return CheckpointKind.TORCH_FILE
     if start.startswith(b"GGUF"):
@@ -245,17 +248,14 @@ def _kind_of_file(file: Place) -> CheckpointKind:
     return CheckpointKind.SAFETENSORS if is_header else CheckpointKind.OTHER
 
 
-def _kind_of_archive(file: Place, start: bytes, size: int) -> CheckpointKind:
-    """Kind of a zip archive. A damaged one may lack its table, which is at the end: then its first record or our
-    digests tell."""
-    try:
-        with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
-            names = {name.partition("/")[2] for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        length = int.from_bytes(start[26:28], "little")
-        names = {start[30 : 30 + length].decode(errors="replace").partition("/")[2]}
-    if "data.pkl" not in names:
-        with file.open("rb") as opened:
-            opened.seek(max(size - 1024, 0))
-            return CheckpointKind.TORCH_FILE if b"smp_strategy:xxh3_128:" in opened.read() else CheckpointKind.ZIP
-    return CheckpointKind.TORCHSCRIPT if "constants.pkl" in names else CheckpointKind.TORCH_FILE
+def _kind_of_archive(file: Place, start: bytes) -> CheckpointKind:
+    """Kind of a zip archive. The table of a damaged one, which is at the end, may be missing or wrong: the first record
+    tells, too."""
+    length = int.from_bytes(start[26:28], "little")
+    names = [start[30 : 30 + length].decode(errors="replace")]
+    with suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), file.open("rb") as opened:
+        names += zipfile.ZipFile(opened).namelist()
+    records = {name.partition("/")[2] for name in names}
+    if "data.pkl" not in records:
+        return CheckpointKind.ZIP
+    return CheckpointKind.TORCHSCRIPT if "constants.pkl" in records else CheckpointKind.TORCH_FILE

@@ -12,9 +12,8 @@ from typing import Final
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
-from smp_strategy.checkpoint.storage import full_file_digests as full_digests
 from smp_strategy.checkpoint.storage.detect_sharded import is_sharded, opened
-from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
+from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums, problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, has_manifest, kind_of
 from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_file
@@ -29,15 +28,15 @@ def has_digests(path: Place) -> bool:
     if isinstance(path, RemotePath):
         path = commit.readable(path)
         return path.is_dir() and has_manifest(path)
-    return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
+    return has_manifest(path) if path.is_dir() else has_checksums(path)
 
 
 def problems_of(path: Place | str) -> list[Damage]:
     """Read all of a checkpoint and compare it with its digests.
 
     Takes a full file, a sharded folder, or a folder of other files with a manifest
-    (:mod:`~smp_strategy.checkpoint.storage.verified_reads`) with the folders in it. A checkpoint of another program has
-    no digests: it is opened at least.
+    (:mod:`~smp_strategy.checkpoint.storage.verified_reads`) with the folders in it. A checkpoint without
+    digests is opened at least.
 
     Raises:
         FileNotFoundError: there is nothing.

@@ -221,9 +221,10 @@ def test_the_commands_say_what_they_do_not_do_at_addresses(memory, tmp_path, cap
     assert main(["inspect", f"{memory}/x.ckpt"]) == 2
     assert main(["export", f"{memory}/x.ckpt", str(tmp_path / "out")]) == 2
     assert main(["export", str(tmp_path / "x.ckpt"), f"{memory}/out", "--form", "full"]) == 2
-    assert main(["verify", f"{memory}/none.ckpt"]) == 2
+    assert main(["verify", f"{memory}/x.ckpt", f"{memory}/none.ckpt"]) == 2
     told = capsys.readouterr()
-    assert told.err.count("sharded checkpoints alone are read at addresses. Copy it to this machine") == 2
+    assert told.err.count("x.ckpt is a PyTorch file: only sharded checkpoints are read at an address") == 2
+    assert "x.ckpt: unknown: memory://run/x.ckpt is a PyTorch file" in told.out
     assert "/out is an address, and only --form sharded is written to one" in told.err
     assert "none.ckpt does not exist" in told.out
 
