@@ -265,8 +265,9 @@ def numbers_checkpoints(folder):
     except Exception as error:
         found.append(f"{type(error).__name__}: {error}")
     found += [files(folder / "checkpoints"), files(folder)]
+    naming.iteration = 0  # as if the run was started again
     accelerator.load_state()
-    found.append(counter.count)
+    found.append((counter.count, naming.iteration))
     naming.iteration = 2
     for call in (accelerator.save_state, lambda: fresh_accelerator(PP2).save_state()):
         try:
@@ -283,7 +284,7 @@ def test_numbered_checkpoints_are_complete_and_not_too_many(tmp_path):
         assert "pickle" in failed
         assert rank == 0 or failed.startswith("PeerFailedError: Rank 0 failed while saving")
         assert rank == 1 or beside == ["checkpoints"]  # rank 0 removes what it has written, which is incomplete
-        assert count == 2
+        assert count == (2, 3)
         assert "checkpoint_2 (2) already exists" in exists
         assert "`save_state` needs `output_dir`" in unnamed
 

@@ -300,10 +300,16 @@ def refuse(folder, smp, path, **options):
     trainer.save_checkpoint(path)
 
 
-def test_a_directory_is_written_to_folders_only(tmp_path):
-    for path, options in (("memory://folder/end.ckpt", {}), (tmp_path / "end.ckpt", {"plugins": [Renaming()]})):
+def test_a_directory_is_not_written_by_plugins(tmp_path):
+    for options in ({}, {"enable_checkpointing": True}):
         with pytest.raises(RuntimeError, match="UnsupportedError: .*full"):
-            on_ranks(refuse_with, 2, tmp_path, PP2, path, options)
+            on_ranks(refuse_with, 2, tmp_path, PP2, tmp_path / "end.ckpt", {"plugins": [Renaming()], **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_not_written_to_the_memory_of_one_rank(tmp_path):
+    with pytest.raises(RuntimeError, match="__1_0.distcp: not there, or not seen from here"):
+        on_ranks(refuse_with, 2, tmp_path, PP2, "memory://folder/end.ckpt", {})
 
 
 def refuse_with(folder, smp, path, options):

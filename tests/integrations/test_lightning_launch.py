@@ -1,11 +1,13 @@
 """Scripts as users start them: Lightning's launcher, torchrun, Hydra sweeps, and what happens when a rank fails.
 
-Real interpreters run under torchrun, in a sweep, and where the end of an interpreter matters (Lightning's own launcher
-starts them for the script of the README, ``tests/examples/test_readme.py``); elsewhere they are forked.
+Real interpreters run under torchrun, where it restarts them, in a sweep, and where the end of an interpreter matters
+(Lightning's own launcher starts them for the script of the README, ``tests/examples/test_readme.py``); elsewhere they
+are forked.
 """
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.interpreters import forked_interpreters
 
@@ -293,3 +296,51 @@ def test_submitit_tasks_are_recognised(monkeypatch):
     assert environment.creates_processes_externally
     assert (environment.global_rank(), environment.local_rank(), environment.world_size()) == (1, 1, 2)
     assert 15_000 <= environment.main_port < 35_000
+
+
+ELASTIC = """
+    import os, random, signal, sys, warnings
+    warnings.filterwarnings("ignore")
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_toy import toy_loader, toy_module
+    from smp_strategy import SMPStrategy
+
+    class Dying(Callback):
+        # One rank, once, at a step that it draws.
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            step, rank = map(int, os.environ.get("DIES", "-1 0").split())
+            if trainer.global_step == step and os.environ["RANK"] == str(rank) and not os.path.exists("dead"):
+                open("dead", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    kept = ModelCheckpoint(dirpath="kept", save_last=True, every_n_train_steps=2)
+    module = toy_module()
+    trainer = Trainer(
+        strategy=SMPStrategy(microbatches=2, state_dict_type="sharded"), max_epochs=int(sys.argv[1]),
+        callbacks=[Dying(), kept], accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, toy_loader(), ckpt_path="last")
+    if trainer.is_global_zero:
+        torch.save(module.state_dict(), "end.pt")
+"""
+
+
+def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint_and_with_fewer_ranks_later(tmp_path):
+    def train(start, folder, epochs, ranks, **environment):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "--max-restarts=2")
+        code, output, _ = start(tmp_path / folder, ELASTIC, str(epochs), launcher=launcher, **environment)
+        assert code == 0, output
+        return output
+
+    step, rank = random.Random(int(time.time())).randint(3, 11), int(time.time()) % 2
+    output = train(run, "restarted", 2, 2, DIES=f"{step} {rank}")  # an agent that has forked does not restart
+    assert (tmp_path / "restarted" / "dead").exists(), output
+    assert "Restored all states from the checkpoint" in output
+    assert "Restored all states from the checkpoint" in train(run_forked, "restarted", 3, 1)
+    train(run_forked, "undisturbed", 3, 1)
+    ends = [torch.load(tmp_path / folder / "end.pt") for folder in ("restarted", "undisturbed")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items()), (step, rank)

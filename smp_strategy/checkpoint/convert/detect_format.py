@@ -9,6 +9,7 @@ from smp_strategy.checkpoint.convert.readers import open_sharded, open_state, op
 from smp_strategy.checkpoint.convert.safetensors import INDEX_ENDING, open_safetensors
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
@@ -17,7 +18,7 @@ __all__ = ["located", "open_checkpoint"]
 
 
 def open_checkpoint(
-    path: Path,
+    path: Place,
     *,
     weights_at: str | None = None,
     like: Mapping[str, Shape] | None = None,
@@ -26,7 +27,7 @@ def open_checkpoint(
     """Open a checkpoint of any kind; tensors are read later.
 
     Args:
-        path: File or folder.
+        path: File or folder; at an address it must be a sharded checkpoint.
         weights_at: Dotted keys of the weights; ``None``: one of the usual ones.
         like: Whole shapes of the weights, for parts of SageMaker's split layers.
         verify: Compare a file to its digests now. Reads of a folder are verified when they happen.
@@ -38,12 +39,13 @@ def open_checkpoint(
     kind = kind_of(path)
     if reason := unreadable(path, kind):
         raise CheckpointError(reason)
+    if kind is CheckpointKind.SHARDED:
+        return open_sharded(path, weights_at=weights_at)
+    assert isinstance(path, Path)
     if path.is_file():
         is_index = path.name.endswith(INDEX_ENDING)
         is_safe = kind is CheckpointKind.SAFETENSORS or path.suffix == ".safetensors" or is_index
         return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
-    if kind is CheckpointKind.SHARDED:
-        return open_sharded(path, weights_at=weights_at)
     if kind is CheckpointKind.STATE:
         return open_state(path, weights_at=weights_at, verify=verify)
     if kind is CheckpointKind.SAGEMAKER:
@@ -53,15 +55,17 @@ def open_checkpoint(
     raise CheckpointError(_unknown(path))
 
 
-def located(path: Path) -> Path:
-    """``path`` itself, or the newest checkpoint of a folder of tagged checkpoints.
+def located(path: Place) -> Place:
+    """``path`` itself, the newest checkpoint of a folder of tagged checkpoints, or the folder of a commit object.
 
     Raises:
         CheckpointError: there is nothing, or no file or folder.
     """
-    commit.recover(path)
+    path = commit.readable(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
+    if isinstance(path, RemotePath):
+        return path
     if kind := special_file(path):  # a read of it may never end
         raise CheckpointError(f"{path} is {kind}, and not a checkpoint. Give a file or a folder.")
     return _newest(path) if path.is_dir() and kind_of(path) is CheckpointKind.TAGGED else path

@@ -36,6 +36,7 @@ from smp_strategy.checkpoint.storage.atomic_commit import Check, replacing, savi
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.remote_path import Place
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 
@@ -347,7 +348,10 @@ def save_full(
 
 
 def save_sharded(
-    contents: CheckpointContents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+    contents: CheckpointContents,
+    target: Place,
+    progress: Progress = lambda name: None,
+    check: Check = check_replaceable,
 ) -> None:
     """Write a sharded folder, as several ranks do together, replacing an existing one.
 
@@ -365,7 +369,9 @@ def save_sharded(
         ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
 
 
-def _scratch(target: Path) -> Scratch:
+def _scratch(target: Place) -> Scratch:
+    if not isinstance(target, Path):
+        return Scratch(Path(tempfile.gettempdir()))
     target.parent.mkdir(parents=True, exist_ok=True)
     return Scratch(target.parent)
 

@@ -8,7 +8,8 @@ dcp_format, dcp_metadata              PyTorch's distributed checkpoints: items, 
 manifest                              XXH3 digests, and the manifest that covers every byte of a folder.
 write_plan, writer                    Sharded save: assignment to ranks, one file per rank; errors of one reach all.
 async_save                            Host copies, and writing in the background.
-atomic_commit                         Atomic replacement: after a crash, the old checkpoint or the new one.
+atomic_commit, process_marks          Atomic replacement: after a crash, the old checkpoint or the new one.
+remote_path, remote_commit            Addresses (``s3://...``): paths by fsspec, and the commit object.
 detect_sharded, verified_reads        Sharded load: open a folder, read and verify the bytes that are needed,
 reader                                copy stored rectangles to local ones.
 weight_file                           A safetensors file that is written one tensor at a time; reads of a part of one.

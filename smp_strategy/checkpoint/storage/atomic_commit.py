@@ -15,6 +15,8 @@ elsewhere leaves a hidden entry, which the next :func:`begin` in that folder del
 are spared: the hidden name has the machine, the process id and the start time of the process. An entry of another
 machine, whose processes cannot be checked, is spared as long as it was written to within ``GIVEN_UP_SECONDS``.
 
+At an address nothing can be renamed: :mod:`~smp_strategy.checkpoint.storage.remote_commit`.
+
 A folder that is mounted, or has files of others, is not replaced: files are moved into it one after the other
 (:func:`merge`). They come from a hidden folder in it, which has all that is to be done: from the moment when it is
 there, :func:`recover` does the rest after a crash.
@@ -32,17 +34,18 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, overload
 
+from smp_strategy.checkpoint.storage import remote_commit
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.distributed.peer_processes import process_space
+from smp_strategy.checkpoint.storage.process_marks import MARK, is_known_alive, mark
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
 from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "hidden_beside",
     "link",
     "merge",
+    "readable",
     "recover",
     "recover_all",
     "remove",
@@ -67,8 +71,8 @@ __all__ = [
 GIVEN_UP_SECONDS: Final = 3600.0
 _MERGED_SECONDS: Final = 60.0
 
-_HIDDEN: Final = re.compile(r"\..+\.(?:saving|deleted)-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
-_MERGING: Final = re.compile(r"\..+\.merging-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
+_HIDDEN: Final = re.compile(rf"\..+\.(?:saving|deleted)-{MARK}-\d+")
+_MERGING: Final = re.compile(rf"\..+\.merging-{MARK}-\d+")
 # File with the names of what becomes out of date, in a folder that is merged.
 _STALE: Final = ".stale"
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
@@ -76,7 +80,7 @@ _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix ne
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
-Check = Callable[[Path], None]
+Check = Callable[[Place], None]
 
 
 def hidden_beside(target: Path) -> Path:
@@ -84,7 +88,15 @@ def hidden_beside(target: Path) -> Path:
     return _mine(target, "saving")
 
 
-def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Path:
+@overload
+def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Path: ...
+
+
+@overload
+def begin(target: Place, *, is_folder: bool, check: Check = check_replaceable) -> Place: ...
+
+
+def begin(target: Place, *, is_folder: bool, check: Check = check_replaceable) -> Place:
     """Make an empty file or folder beside ``target``, to be filled and given to :func:`commit` or :func:`discard`.
 
     Missing parent folders are made. Entries that dead processes have left in the folder are deleted.
@@ -94,6 +106,9 @@ def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) ->
         is_folder: Whether it is a folder.
         check: Raises an error if the existing ``target`` must not be replaced.
     """
+    if isinstance(target, RemotePath):
+        assert is_folder, "files at addresses are written by plugins"
+        return remote_commit.begin(target, check)
     recover(target)
     check(target)
     _make_folder(target.parent)
@@ -106,7 +121,7 @@ def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) ->
     return staging
 
 
-def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> None:
+def commit(staging: Place, target: Place, *, check: Check = check_replaceable) -> None:
     """Replace ``target`` by ``staging``, which is gone then; all of it is synced to disk when this returns.
 
     Args:
@@ -117,6 +132,11 @@ def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> 
     Raises:
         CheckpointError: ``staging`` has gone, or the existing ``target`` must not be replaced.
     """
+    if isinstance(staging, RemotePath) or isinstance(target, RemotePath):
+        assert isinstance(staging, RemotePath)
+        assert isinstance(target, RemotePath)
+        remote_commit.commit(staging, target, check)
+        return
     if not os.path.lexists(staging):
         raise CheckpointError(
             f"{target} cannot be saved: {staging.name}, to which it was written, has been deleted meanwhile. Do not "
@@ -153,13 +173,19 @@ def replacing(target: Path, *, is_folder: bool, check: Check = check_replaceable
             raise
 
 
-def discard(staging: Path) -> None:
+def discard(staging: Place) -> None:
     """Delete the file or folder of :func:`begin`, if it is still there."""
-    _delete(staging)
+    if isinstance(staging, RemotePath):
+        remote_commit.discard(staging)
+    else:
+        _delete(staging)
 
 
-def remove(target: Path) -> None:
+def remove(target: Place) -> None:
     """Delete a file, a link or a folder atomically, and an older one that was moved aside for it."""
+    if isinstance(target, RemotePath):
+        remote_commit.remove(target)
+        return
     _forget_replaced(target)
     if os.path.lexists(target):
         _hide_and_delete(target, target)
@@ -203,9 +229,17 @@ def recover(target: Path) -> None:
             _sync_one(target.parent)
 
 
-def recover_all(folder: Path) -> None:
+def readable(target: Place) -> Place:
+    """Call :func:`recover`, and return the file or folder to read: that of a commit object at an address."""
+    if isinstance(target, RemotePath):
+        return remote_commit.data_of(target) or target
+    recover(target)
+    return target
+
+
+def recover_all(folder: Place) -> None:
     """Call :func:`recover` for everything that is missing in ``folder``, before it is listed."""
-    if folder.is_dir():
+    if isinstance(folder, Path) and folder.is_dir():
         for each in list(folder.iterdir()):
             if match := _REPLACED.fullmatch(each.name):
                 recover(folder / match[1])
@@ -341,11 +375,10 @@ def _replaced(target: Path) -> Path | None:
 
 
 def _mine(target: Path, what: str) -> Path:
-    pid = os.getpid()
     # Lightning takes any name with `hpc_ckpt_` for a checkpoint, and the digits in it for its number.
     shown = _short(target.name).replace("_", "-")
     for number in itertools.count():
-        path = target.with_name(f".{shown}.{what}-{_machine()}-{pid}-{_started(pid)}-{number}")
+        path = target.with_name(f".{shown}.{what}-{mark()}-{number}")
         if not os.path.lexists(path):
             return path
     raise AssertionError
@@ -359,8 +392,8 @@ def _short(name: str) -> str:
 
 
 def _is_alive(path: Path, match: re.Match[str], now: float) -> bool:
-    if match[1] == _machine():
-        return _started(int(match[2])) == match[3]
+    if (is_alive := is_known_alive(match)) is not None:
+        return is_alive
     try:
         times = [path.lstat().st_mtime, *(each.lstat().st_mtime for each in path.rglob("*"))]
     except OSError:  # being renamed or deleted just now
@@ -368,39 +401,11 @@ def _is_alive(path: Path, match: re.Match[str], now: float) -> bool:
     return now - max(times) < GIVEN_UP_SECONDS
 
 
-def _machine() -> str:
-    """Identifier of the space of process ids: machine, boot, and container."""
-    return hashlib.sha1(f"{platform.node()}/{process_space()}".encode()).hexdigest()[:8]
-
-
-def _started(pid: int) -> str:
-    """Start time of a process, in clock ticks; empty if there is no such process, or it has ended."""
-    try:
-        # The second field, the program's name in parentheses, can have spaces and parentheses in it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        return _is_there(pid)
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _is_there(pid: int) -> str:
-    """Substitute for :func:`_started` on systems without ``/proc``; it does not notice that a process id was reused."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return "0"
-
-
 BEFORE: Final = "checkpoints that were there before are untouched."
 
 
 @contextmanager
-def saving(target: Path) -> Iterator[None]:
+def saving(target: Place) -> Iterator[None]:
     """Context in which an error of the disk becomes an error of saving ``target``; others stay as they are.
 
     Raises:
@@ -413,4 +418,5 @@ def saving(target: Path) -> Iterator[None]:
     except Exception as error:
         if not is_of_disk(error):
             raise
-        raise CheckpointError(f"{target} was not saved: {cause_of(error, target)} {BEFORE.capitalize()}") from error
+        cause = cause_of(error, target if isinstance(target, Path) else None)
+        raise CheckpointError(f"{target} was not saved: {cause} {BEFORE.capitalize()}") from error

@@ -1,12 +1,12 @@
 """Opens sharded folders and checks that they are complete, as far as sizes and descriptions tell."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.dcp_metadata import DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
+from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files
 from smp_strategy.errors import CheckpointError
 
@@ -25,20 +25,20 @@ class Opened(NamedTuple):
     """Regions of the manifest by file and offset."""
 
 
-def is_sharded(path: Path | str) -> bool:
+def is_sharded(path: Place | str) -> bool:
     """Whether ``path`` is a folder of PyTorch's distributed checkpoints, ours or another's."""
-    path = Path(path)
-    commit.recover(path)
+    path = commit.readable(place_of(path))
     return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
 
 
-def opened(path: Path) -> Opened:
+def opened(path: Place) -> Opened:
     """Read the descriptions of a sharded folder, and compare them with the sizes of the files.
 
     Raises:
         DamageError: they do not agree, or a description is damaged or hostile.
         CheckpointError: it is no such directory.
     """
+    path = commit.readable(path)
     if not is_sharded(path):
         raise CheckpointError(
             f"{path} is no directory that ranks have written together: there is no {dcp_metadata.FILE_NAME} in it."
@@ -78,7 +78,7 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
         raise DamageError(f"{file} has changed since it was written.")
 
 
-def _check_places(path: Path, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
+def _check_places(path: Place, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
     """Check that files have the expected sizes, and that ``.metadata`` and the manifest agree."""
     with Files(path) as files:
         for file, parts in found.files.items() if found else ():

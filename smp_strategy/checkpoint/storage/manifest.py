@@ -128,9 +128,12 @@ class EarlyWriting:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._number = file.fileno()
-        self._begun = 0
+        self._number, self._begun = -1, 0
         self._begin = _system_call()
+        try:
+            self._number = file.fileno()
+        except (OSError, AttributeError):  # of another storage
+            self._begin = None
 
     def is_at(self, size: int) -> None:
         """Report that the file has ``size`` bytes now."""

@@ -16,6 +16,8 @@ from typing import Final
 
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.manifest import FORMAT, Manifest
+from smp_strategy.checkpoint.storage.remote_commit import is_commit_object
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
 from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
 
@@ -98,14 +100,16 @@ _OLD_TORCH: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _MOST_NAMED: Final = 5
 
 
-def kind_of(path: Path) -> CheckpointKind:
+def kind_of(path: Place) -> CheckpointKind:
     """The kind of ``path``, which must exist; links are followed."""
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
-def unreadable(path: Path, kind: CheckpointKind) -> str | None:
+def unreadable(path: Place, kind: CheckpointKind) -> str | None:
     """The reason why a kind cannot be read as a checkpoint, with a remedy; ``None``: it can, or the kind is not
     known."""
+    if isinstance(path, RemotePath) and kind is not CheckpointKind.SHARDED:
+        return f"{path} is a {kind.value}: only sharded checkpoints are read at an address. Copy it, and give the copy."
     if kind not in _REMEDIES:
         return None
     article = "is" if kind is CheckpointKind.EMPTY else "is a"
@@ -132,7 +136,7 @@ def foreign_entries(folder: Path) -> list[str]:
     return foreign
 
 
-def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
+def reason_to_keep(target: Place, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
     """The reason why a checkpoint must not replace ``target``; ``None``: it may.
 
     A link to a file may be replaced, since its target stays, and a file, since it is named. A folder would go with all
@@ -142,6 +146,8 @@ def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name
         target: Path that may exist.
         is_kept: Whether an entry that no checkpoint has is in the new folder as well.
     """
+    if isinstance(target, RemotePath):
+        return None if target.is_file() or not target.is_dir() else "there are objects below that address"
     if kind := special_file(target):
         return f"it is {kind}"
     if target.is_symlink() or not target.is_dir():
@@ -156,7 +162,7 @@ def reason_to_keep(target: Path, *, is_kept: Callable[[str], bool] = lambda name
     return None
 
 
-def check_replaceable(target: Path) -> None:
+def check_replaceable(target: Place) -> None:
     """Refuse to replace a folder that is not wholly a checkpoint, a device, a FIFO or a socket.
 
     Raises:
@@ -166,17 +172,17 @@ def check_replaceable(target: Path) -> None:
         raise CheckpointError(f"{target} is not replaced: {reason}. Give another name, or move that away.")
 
 
-def has_manifest(folder: Path) -> bool:
+def has_manifest(folder: Place) -> bool:
     """Whether a folder has digests of ours, damaged ones included; other programs write files of that name, too."""
     is_there = (folder / MANIFEST).is_file()
     return is_there and (_kind_of_folder(folder) is not CheckpointKind.WEIGHTS or _listed(folder)[1])
 
 
-def _entries(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
+def _entries(folder: Place) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
 
 
-def _listed(folder: Path) -> tuple[set[str], bool]:
+def _listed(folder: Place) -> tuple[set[str], bool]:
     """File names in a manifest of ours, and whether there is a manifest of ours."""
     path = folder / MANIFEST
     try:
@@ -189,14 +195,14 @@ def _listed(folder: Path) -> tuple[set[str], bool]:
         return set(), FORMAT.encode() in data[:100]
 
 
-def _kind_of_folder(folder: Path) -> CheckpointKind:
+def _kind_of_folder(folder: Place) -> CheckpointKind:
     names = _entries(folder)
     if not names:
         return CheckpointKind.EMPTY
     return next(_matching(folder, names), CheckpointKind.OTHER)
 
 
-def _matching(folder: Path, names: list[str]) -> Iterator[CheckpointKind]:
+def _matching(folder: Place, names: list[str]) -> Iterator[CheckpointKind]:
     def has(pattern: str) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
 
@@ -222,14 +228,16 @@ def _matching(folder: Path, names: list[str]) -> Iterator[CheckpointKind]:
         yield CheckpointKind.SHARDED if "meta.pt" in listed else CheckpointKind.STATE
 
 
-def _kind_of_file(file: Path) -> CheckpointKind:
-    if special_file(file):  # a read of a FIFO waits for a writer
+def _kind_of_file(file: Place) -> CheckpointKind:
+    if isinstance(file, Path) and special_file(file):  # a read of a FIFO waits for a writer
         return CheckpointKind.OTHER
-    with open(file, "rb") as opened:
+    with file.open("rb") as opened:
         start = opened.read(1024)
         size = opened.seek(0, os.SEEK_END)
     if not start:
         return CheckpointKind.EMPTY
+    if is_commit_object(start):
+        return CheckpointKind.SHARDED
     if start.startswith(b"PK"):
         return _kind_of_archive(file, start)
     if start.startswith(_OLD_TORCH):
@@ -240,13 +248,13 @@ def _kind_of_file(file: Path) -> CheckpointKind:
     return CheckpointKind.SAFETENSORS if is_header else CheckpointKind.OTHER
 
 
-def _kind_of_archive(file: Path, start: bytes) -> CheckpointKind:
+def _kind_of_archive(file: Place, start: bytes) -> CheckpointKind:
     """Kind of a zip archive. The table of a damaged one, which is at the end, may be missing or wrong: the first record
     tells, too."""
     length = int.from_bytes(start[26:28], "little")
     names = [start[30 : 30 + length].decode(errors="replace")]
-    with suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), zipfile.ZipFile(file) as archive:
-        names += archive.namelist()
+    with suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), file.open("rb") as opened:
+        names += zipfile.ZipFile(opened).namelist()
     records = {name.partition("/")[2] for name in names}
     if "data.pkl" not in records:
         return CheckpointKind.ZIP

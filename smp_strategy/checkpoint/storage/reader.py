@@ -14,18 +14,19 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import in_host_memory, raw
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
+from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice, RegionReader
 from smp_strategy.checkpoint.storage.verify import advice
@@ -51,8 +52,9 @@ class CheckpointReader:
     paths: Mapping[str, Way]
     """Path to each in the nested state; the flat name where the writer has stored no path."""
 
-    def __init__(self, directory: Path, found: Opened) -> None:
-        self._directory, self._contents, self._manifest, self._regions = directory, *found
+    def __init__(self, path: Place, directory: Place, found: Opened) -> None:
+        self._path, self._directory = path, directory
+        self._contents, self._manifest, self._regions = found
         contents = found.contents
         self._lists = _lists(contents)
         hidden = {name for parts in self._lists.values() for name in parts}
@@ -62,15 +64,16 @@ class CheckpointReader:
         self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
 
     @classmethod
-    def open(cls, path: Path | str) -> "CheckpointReader":
+    def open(cls, path: Place | str) -> "CheckpointReader":
         """Open a folder; no values are read.
 
         Raises:
             CheckpointError: it is none, damaged, or hostile.
         """
-        path = Path(path)
+        path = place_of(path)
         with _offering_another(path):
-            return cls(path, opened(path))
+            directory = commit.readable(path)
+            return cls(path, directory, opened(directory))
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """Copy the values of tensors to this rank's rectangles. Reads and verifies the needed bytes only.
@@ -89,7 +92,7 @@ class CheckpointReader:
             check_cover(name, held, chunks)
             work += [(chunk.place, name, held, chunk) for chunk in chunks]
         work.sort(key=lambda each: each[0])
-        with _offering_another(self._directory), Files(self._directory) as files, torch.no_grad():
+        with _offering_another(self._path), Files(self._directory) as files, torch.no_grad():
             scratch = torch.from_numpy(np.empty(WINDOW, dtype=np.uint8))
             small = memoryview(bytearray(self._manifest.piece)) if self._manifest else memoryview(b"")
             for place, name, held, chunk in work:
@@ -124,7 +127,7 @@ class CheckpointReader:
             CheckpointError: there is none of a name, it is damaged, or cannot be loaded without running code.
         """
         found = {}
-        with _offering_another(self._directory), Files(self._directory) as files:
+        with _offering_another(self._path), Files(self._directory) as files:
             for name in names:
                 if name in self._lists:
                     found[name] = _assembled({way: self._part(files, part) for part, way in self._lists[name].items()})
@@ -153,7 +156,7 @@ class CheckpointReader:
                 verify_whole(self._manifest, REST, data)
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except DamageError as error:
-            raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
+            raise CheckpointError(f"{path.parent} is damaged: {error} {advice(self._path, quickly=True)}") from error
         except Exception as error:  # torch.load raises any exception on damaged bytes
             raise CheckpointError(
                 f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it."
@@ -247,12 +250,12 @@ class _Loaded:
 
 
 @contextmanager
-def _offering_another(directory: Path) -> Iterator[None]:
+def _offering_another(path: Place) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
         # All ranks may be here, so none reads a whole other checkpoint to verify it.
-        raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
+        raise CheckpointError(f"{error} {advice(path, quickly=True)}") from error
 
 
 def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:

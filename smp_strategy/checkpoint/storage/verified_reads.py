@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from smp_strategy.checkpoint.storage import manifest
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, PIECE, Manifest, Region, digest, pieces_of
+from smp_strategy.checkpoint.storage.remote_path import Place, RemoteFile
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["DamageError", "FileSlice", "Files", "RegionReader", "Damage", "problems_of_files", "describe", "verify"]
@@ -31,9 +32,9 @@ class DamageError(CheckpointError):
 class Files:
     """Files of a folder, opened on demand; a context manager that closes them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Place) -> None:
         self.directory = directory
-        self._open: dict[str, int] = {}
+        self._open: dict[str, LocalFile | RemoteFile] = {}
 
     def __enter__(self) -> "Files":
         return self
@@ -41,13 +42,13 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in self._open.values():
-            os.close(number)
+        for opened in self._open.values():
+            opened.close()
         self._open.clear()
 
     def size(self, file: str) -> int:
         """Number of bytes of a file."""
-        return os.fstat(self._number(file)).st_size
+        return self._opened(file).size
 
     def read_into(self, file: str, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes of a file from ``offset`` on.
@@ -58,7 +59,7 @@ class Files:
         rest = memory
         while len(rest):
             try:
-                count = os.preadv(self._number(file), [rest], offset)
+                count = self._opened(file).read_at(rest, offset)
             except OSError as error:
                 raise DamageError(f"{self.directory / file} cannot be read: {error}") from error
             if not count:
@@ -67,14 +68,35 @@ class Files:
                 )
             rest, offset = rest[count:], offset + count
 
-    def _number(self, file: str) -> int:
+    def _opened(self, file: str) -> "LocalFile | RemoteFile":
         if file not in self._open:
             path = self.directory / file
             try:
-                self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[file] = LocalFile(path) if isinstance(path, Path) else path.opened()
             except OSError as error:
                 raise DamageError(f"{path}, a part of the checkpoint, cannot be read: {error}") from error
         return self._open[file]
+
+
+@final
+class LocalFile:
+    """File that is open for reading at any offset, with the methods of a :class:`RemoteFile`."""
+
+    def __init__(self, path: Path) -> None:
+        self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return os.fstat(self._number).st_size
+
+    def read_at(self, memory: memoryview, offset: int) -> int:
+        """Read to ``memory``; returns how many bytes were read, 0 at the end."""
+        return os.preadv(self._number, [memory], offset)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._number)
 
 
 @final
@@ -184,7 +206,7 @@ class Damage(NamedTuple):
         return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.what}"
 
 
-def problems_of_files(directory: Path) -> list[Damage] | None:
+def problems_of_files(directory: Place) -> list[Damage] | None:
     """Compare all bytes of a sharded folder with its manifest; ``None`` if it has no manifest."""
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())

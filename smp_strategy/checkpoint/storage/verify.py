@@ -15,6 +15,7 @@ from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.detect_sharded import is_sharded, opened
 from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums, problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, has_manifest, kind_of
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verified_reads import Damage, problems_of_files
 from smp_strategy.errors import CheckpointError
@@ -22,12 +23,15 @@ from smp_strategy.errors import CheckpointError
 __all__ = ["has_digests", "problems_of", "advice", "previous"]
 
 
-def has_digests(path: Path) -> bool:
+def has_digests(path: Place) -> bool:
     """Whether damage of a file or folder would be noticed."""
+    if isinstance(path, RemotePath):
+        path = commit.readable(path)
+        return path.is_dir() and has_manifest(path)
     return has_manifest(path) if path.is_dir() else has_checksums(path)
 
 
-def problems_of(path: Path | str) -> list[Damage]:
+def problems_of(path: Place | str) -> list[Damage]:
     """Read all of a checkpoint and compare it with its digests.
 
     Takes a full file, a sharded folder, or a folder of other files with a manifest
@@ -37,9 +41,8 @@ def problems_of(path: Path | str) -> list[Damage]:
     Raises:
         FileNotFoundError: there is nothing.
     """
-    path = Path(path)
-    commit.recover(path)
-    if not path.is_dir():
+    path = commit.readable(place_of(path))
+    if isinstance(path, Path) and not path.is_dir():
         return problems_of_bytes(path) or _loaded(path)
     problems = problems_of_files(path)
     if problems is None:
@@ -59,7 +62,7 @@ def _loaded(path: Path) -> list[Damage]:
     return []
 
 
-def _opened(directory: Path) -> list[Damage]:
+def _opened(directory: Place) -> list[Damage]:
     try:
         opened(directory)
     except CheckpointError as error:
@@ -71,14 +74,14 @@ _KINDS: Final = (CheckpointKind.TORCH_FILE, CheckpointKind.SHARDED, CheckpointKi
 _MOST_TRIED: Final = 10
 
 
-def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
+def previous(path: Place | str, *, quickly: bool = False) -> Place | None:
     """The newest undamaged checkpoint beside ``path``, of any form that has digests; ``None`` if there is none.
 
     Args:
         path: The damaged checkpoint.
         quickly: Accept a checkpoint that looks complete, without reading all of it.
     """
-    for number, each in enumerate(each for each in _others(Path(path)) if has_digests(each)):
+    for number, each in enumerate(each for each in _others(place_of(path)) if has_digests(each)):
         if number == _MOST_TRIED:
             break
         if _looks_whole(each) if quickly else not problems_of(each):
@@ -86,7 +89,7 @@ def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
     return None
 
 
-def advice(path: Path | str, *, quickly: bool = False) -> str:
+def advice(path: Place | str, *, quickly: bool = False) -> str:
     """A sentence that tells the user what to load instead of the damaged ``path``; for ``quickly`` see
     :func:`previous`."""
     found = previous(path, quickly=quickly)
@@ -94,17 +97,19 @@ def advice(path: Path | str, *, quickly: bool = False) -> str:
         return f"The newest other checkpoint beside it is {found}: `smp verify {found}` reads all of that one."
     if found is not None:
         return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
-    unknown = next((each for each in _others(Path(path)) if not has_digests(each) and _looks_whole(each)), None)
+    unknown = next((each for each in _others(place_of(path)) if not has_digests(each) and _looks_whole(each)), None)
     if unknown is not None:
         return (
             f"No checkpoint beside it is known to be undamaged: the newest one, {unknown}, has no digests, so damage "
             "cannot be ruled out."
         )
-    return f"There is no undamaged checkpoint beside it in {Path(path).parent}: restore it from a copy."
+    return f"There is no undamaged checkpoint beside it in {place_of(path).parent}: restore it from a copy."
 
 
-def _looks_whole(path: Path) -> bool:
+def _looks_whole(path: Place) -> bool:
     try:
+        if isinstance(path, RemotePath):
+            return bool(opened(path))
         if path.is_dir():
             if is_sharded(path):
                 opened(path)
@@ -114,7 +119,7 @@ def _looks_whole(path: Path) -> bool:
         return False
 
 
-def _others(damaged: Path) -> Iterator[Path]:
+def _others(damaged: Place) -> Iterator[Place]:
     """The other checkpoints in the same folder, newest first."""
     if not damaged.parent.is_dir():
         return
@@ -129,14 +134,16 @@ def _others(damaged: Path) -> Iterator[Path]:
     yield from (each for _, each in sorted(found, reverse=True))
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Place) -> bool:
     try:
         return kind_of(path) in _KINDS
     except OSError:
         return False
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same(one: Place, other: Place) -> bool:
+    if isinstance(one, RemotePath) or isinstance(other, RemotePath):
+        return one == other
     try:
         return os.path.samefile(one, other)
     except OSError:

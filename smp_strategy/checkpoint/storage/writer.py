@@ -10,8 +10,8 @@ Collectives of ranks that write a checkpoint together; an error of one rank beco
 
 import io
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar, cast, final
 
 import torch
@@ -26,6 +26,7 @@ from smp_strategy.checkpoint.storage.dcp_format import Envelopes, FlatState, che
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import DigestingFile, Manifest, Region, to_disk
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError, cause_of
@@ -235,7 +236,7 @@ class Prepared:
 
     def write(
         self,
-        target: Path,
+        target: Place,
         *,
         rest: Mapping[str, Any] | None = None,
         note: Mapping[str, Any] | None = None,
@@ -246,7 +247,7 @@ class Prepared:
         It may run in a thread, on every rank; the next :meth:`ShardedWriter.prepare` must wait for it.
 
         Args:
-            target: Path of the folder; an existing one is replaced.
+            target: Path of the folder, or its address; an existing one is replaced.
             rest: Other content of the checkpoint, for ``meta.pt``; of the first rank. Must not be changed meanwhile.
             note: Description of the checkpoint, as JSON has it; of the first rank.
             check: See :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`; of the first rank.
@@ -269,7 +270,7 @@ class Prepared:
                 commit.discard(staging)
             self.let_go()
 
-    def _write_share(self, staging: Path) -> list[_Written]:
+    def _write_share(self, staging: Place) -> list[_Written]:
         if self.failure is not None:
             raise self.failure
         share = self._plan.shares[self._ranks.rank]
@@ -285,11 +286,10 @@ class Prepared:
             for name, data in self.objects.items():
                 check_object(name, data)
                 written.append(_Written(None, write_item(file, name, data, b"", b"")))
-            to_disk(raw_file)
         return written
 
     def _describe(
-        self, staging: Path, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
+        self, staging: Place, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
     ) -> None:
         files: dict[str, tuple[Region, ...]] = {}
         for rank, items in enumerate(written):
@@ -305,7 +305,6 @@ class Prepared:
         files[REST] = _write_whole(staging / REST, lambda file: torch.save(dict(rest), cast(io.BytesIO, file)))
         with _created(staging / manifest.FILE_NAME) as file:
             file.write(Manifest(note=note, files=files).to_bytes())
-            to_disk(file)
 
     def _contents(self, written: list[list[_Written]]) -> DirectoryContents:
         chunks: dict[str, list[Chunk]] = {name: [] for name in self._plan.tensors}
@@ -323,18 +322,25 @@ class Prepared:
         return DirectoryContents(tensors, objects, self._plan.paths, has_manifest=True)
 
 
-def _write_whole(path: Path, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
+def _write_whole(path: Place, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
     """Write a file that is one region."""
     with _created(path) as raw_file:
         file = DigestingFile(raw_file)
         write(file)
         digests = tuple(file.end_stretch())
-        to_disk(raw_file)
     return (Region(name=path.name, offset=0, before=0, values=file.size, behind=0, digests=digests),)
 
 
-def _created(path: Path) -> BinaryIO:
-    return cast(BinaryIO, open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", buffering=0))
+@contextmanager
+def _created(path: Place) -> Iterator[BinaryIO]:
+    """New file, which is complete and synced to disk when the context ends."""
+    if isinstance(path, RemotePath):
+        with path.open("wb") as file:
+            yield file
+        return
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", buffering=0) as local:
+        yield cast(BinaryIO, local)
+        to_disk(cast(BinaryIO, local))
 
 
 def _file_of(rank: int) -> str:

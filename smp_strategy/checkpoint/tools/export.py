@@ -31,24 +31,25 @@ from smp_strategy.checkpoint.convert.writers import (
     save_sharded,
 )
 from smp_strategy.checkpoint.storage.atomic_commit import Check
-from smp_strategy.checkpoint.storage.path_kind import foreign_entries, reason_to_keep
+from smp_strategy.checkpoint.storage.path_kind import check_replaceable, foreign_entries, reason_to_keep
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, local_path, place_of
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError, printable
 
-__all__ = ["run", "check_output", "num_entries", "show_progress", "tell"]
+__all__ = ["run", "check_output", "num_entries", "on_this_machine", "show_progress", "tell"]
 
 
 def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
     (target, check), dtype = check_output(given), _dtype(given.dtype)
-    contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
+    contents = open_checkpoint(place_of(given.checkpoint), weights_at=given.weights)
     is_all = given.hf is None and given.form != "safetensors"
     merged = _merge(contents, given, is_all=is_all)
     with show_progress(num_entries(contents) if is_all else len(contents.weights), is_quiet=given.quiet) as progress:
         if given.hf is not None:
             remarks = export_hugging_face(
                 contents,
-                target,
+                on_this_machine(target),
                 Path(given.hf),
                 prefix=given.prefix,
                 dtype=dtype,
@@ -59,7 +60,11 @@ def run(given: Namespace) -> int:
         elif given.form == "safetensors":
             weights, remarks = plain_weights(contents, given.prefix)
             export_safetensors(
-                cast(weights, dtype), target, max_bytes=given.max_shard_size, progress=progress, check=check
+                cast(weights, dtype),
+                on_this_machine(target),
+                max_bytes=given.max_shard_size,
+                progress=progress,
+                check=check,
             )
         else:
             remarks = _save(contents, target, given, dtype, progress, check)
@@ -82,7 +87,7 @@ def _merge(contents: CheckpointContents, given: Namespace, *, is_all: bool) -> l
 
 def _save(
     contents: CheckpointContents,
-    target: Path,
+    target: Place,
     given: Namespace,
     dtype: torch.dtype | None,
     progress: Progress,
@@ -97,8 +102,10 @@ def _save(
         if contents.optimizers:
             contents.optimizers = []
             remarks.append("The state of optimizers was left out: weights have got other names.")
-    save = save_full if given.form == "full" else save_sharded
-    save(contents, target, progress, check)
+    if given.form == "sharded":
+        save_sharded(contents, target, progress, check)
+    else:
+        save_full(contents, on_this_machine(target), progress, check)
     return remarks
 
 
@@ -117,28 +124,50 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
-def check_output(given: Namespace) -> tuple[Path, Check]:
+def check_output(given: Namespace) -> tuple[Place, Check]:
     """Path of the output, and the check to repeat just before it is replaced, maybe hours later.
 
     Raises:
         CheckpointError: an existing path must not be replaced, or is part of the input.
     """
-    source, target, hugging_face = Path(given.checkpoint), Path(given.out), getattr(given, "hf", None)
+    source, target, hugging_face = place_of(given.checkpoint), place_of(given.out), getattr(given, "hf", None)
 
-    def check(place: Path) -> None:
-        if os.path.lexists(place):
+    def check(place: Place) -> None:
+        if isinstance(place, Path) and os.path.lexists(place):
             _check_there(place, source, hugging_face, overwrite=given.overwrite)
+        elif isinstance(place, RemotePath) and place.exists():
+            _check_object(place, source, overwrite=given.overwrite)
 
+    if given.form != "sharded":
+        on_this_machine(target)
     check(target)
     return target, check
 
 
-def _check_there(target: Path, source: Path, hugging_face: str | None, *, overwrite: bool) -> None:
+def on_this_machine(target: Place) -> Path:
+    """``target``, which must not be an address.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    return local_path(target, "and only --form sharded is written to one. Give a path of this machine, and copy that.")
+
+
+def _check_object(target: RemotePath, source: Place, *, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target} is there already. Give another name, or --overwrite.")
-    real, read = target.resolve(), source.resolve()
-    if real == read or real in read.parents or _is_part(real, read):
+    if target == source:
         raise CheckpointError(f"{target} has what is to be read, so it is not overwritten. Give another name.")
+    check_replaceable(target)
+
+
+def _check_there(target: Path, source: Place, hugging_face: str | None, *, overwrite: bool) -> None:
+    if not overwrite:
+        raise CheckpointError(f"{target} is there already. Give another name, or --overwrite.")
+    if isinstance(source, Path):
+        real, read = target.resolve(), source.resolve()
+        if real == read or real in read.parents or _is_part(real, read):
+            raise CheckpointError(f"{target} has what is to be read, so it is not overwritten. Give another name.")
     reason = reason_to_keep(target, is_kept=lambda name: _comes_again(target / name, hugging_face))
     if reason is not None:
         raise CheckpointError(f"{target} is not overwritten: {reason}. Give another name.")

@@ -6,14 +6,14 @@ Summary of a checkpoint as plain data, for tables and for other programs.
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents
-from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
+from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
+from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
 from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.errors import printable
@@ -25,7 +25,7 @@ _WIDTH = 1000  # names are not truncated
 
 def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
-    path = Path(given.checkpoint)
+    path = place_of(given.checkpoint)
     contents = open_checkpoint(path, weights_at=given.weights, verify=False)
     found = summary(contents, path)
     status = 0
@@ -102,7 +102,7 @@ def _group_table(groups: list[dict[str, Any]]) -> Table:
     return table
 
 
-def summary(contents: CheckpointContents, path: Path) -> dict[str, Any]:
+def summary(contents: CheckpointContents, path: Place) -> dict[str, Any]:
     """JSON-compatible summary of ``contents``, which were opened from ``path``.
 
     Returns:
@@ -111,7 +111,8 @@ def summary(contents: CheckpointContents, path: Path) -> dict[str, Any]:
         elements, bytes), ``tensors`` (group, name, shape, dtype, bytes, the first name of a tied one), ``objects``
         (other names of the state dict), ``rest`` (names of everything else), ``remarks``.
     """
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    place = located(path)
+    files = [place] if place.is_file() else [each for each in place.rglob("*") if each.is_file()]
     tensors = list(_tensors(contents))
     groups: dict[str, dict[str, Any]] = {}
     for entry in tensors:

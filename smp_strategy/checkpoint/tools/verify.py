@@ -8,6 +8,7 @@ from typing import Final
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
 from smp_strategy.checkpoint.storage.full_file_checksums import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, kind_of, unreadable
+from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import advice, has_digests, problems_of
 from smp_strategy.config.sizes import show_count
@@ -25,14 +26,14 @@ def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
     statuses = set()
     for name in given.checkpoints:
-        status, problems = verdict(Path(name))
+        status, problems = verdict(place_of(name))
         statuses.add(status)
-        line = f"{name}: {VERDICTS[status]}{said(Path(name), status, problems)}"
+        line = f"{name}: {VERDICTS[status]}{said(place_of(name), status, problems)}"
         print(printable(line, lines=False), flush=True)
     return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
 
 
-def said(path: Path, status: int, problems: list[str]) -> str:
+def said(path: Place, status: int, problems: list[str]) -> str:
     """The problems in one line, and what to load instead of a damaged checkpoint."""
     if not problems:
         return ""
@@ -41,7 +42,7 @@ def said(path: Path, status: int, problems: list[str]) -> str:
     return f": {line}. {advice(path)}" if status == _DAMAGED else f": {line}."
 
 
-def verdict(path: Path) -> tuple[int, list[str]]:
+def verdict(path: Place) -> tuple[int, list[str]]:
     """Index of :data:`VERDICTS` for a checkpoint, and its problems."""
     try:
         place = located(path)
@@ -50,15 +51,15 @@ def verdict(path: Path) -> tuple[int, list[str]]:
         return _UNKNOWN, [str(error)]
     if (reason := unreadable(place, kind)) is not None:
         return _UNKNOWN, [reason]
-    is_torch_file = place.is_file() and kind is CheckpointKind.TORCH_FILE
+    torch_file = place if kind is CheckpointKind.TORCH_FILE and isinstance(place, Path) else None
     is_covered = has_digests(place)
-    if is_covered and (problems := (problems_of_bytes if is_torch_file else problems_of)(place)):
+    if is_covered and (problems := problems_of_bytes(torch_file) if torch_file else problems_of(place)):
         return _DAMAGED, [str(each) for each in problems]
-    if is_covered and not is_torch_file:
+    if is_covered and not torch_file:
         return _INTACT, []
     try:
-        if is_torch_file:
-            load_file(place, weights_only=True)
+        if torch_file:
+            load_file(torch_file, weights_only=True)
         else:
             open_checkpoint(place, verify=False)
     except CheckpointError as error:

@@ -5,6 +5,10 @@ counts other ranks (``devices`` of its own), the rest waits for half an hour, an
 in the store first, where a wait can be looked at: each writes its settings, rank 0 compares them and writes the
 verdict. The process group is made with the same store.
 
+The store may be that of torchrun, which outlives its ranks: it has the keys of earlier groups and of attempts that have
+failed. So each meeting has a number of its own, which rank 0 draws and tells each rank that arrives. The number of
+restarts (``TORCHELASTIC_RESTART_COUNT``) does not do: each node counts its own.
+
 The store may live in a process that is stopped, so each call of it is a thread's, which can be left.
 """
 
@@ -29,6 +33,7 @@ SILENCE_SECONDS: Final = 60.0
 _PAUSES: Final = (0.01, 0.25)
 # Time for the others to read why the run ends.
 _FAREWELL_SECONDS: Final = 2.0
+_ARRIVALS: Final = "smp_strategy/arrivals"
 _LOG: Final = logging.getLogger("smp_strategy")
 
 T = TypeVar("T")
@@ -80,22 +85,29 @@ class FirstMeeting:
             )
 
         everything = self._wait(StoreCall(connect), lambda: [] if is_served else [0])
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_served else "0"
-        # A store that outlives process groups has seen earlier meetings.
-        number = self._call(lambda: everything.add(f"smp_strategy/meetings/{attempt}/{self._rank}", 1))
-        store = dist.PrefixStore(f"smp_strategy/meeting/{attempt}/{number}", everything)
+        number = self._numbered(everything)
+        store = dist.PrefixStore(f"smp_strategy/meeting/{number}", everything)
         counted = {"the number of ranks": str(self._num_ranks), **settings}
         self._call(lambda: store.set(str(self._rank), json.dumps(counted)))
-        verdict = self._judged(store)
+        verdict = self._judged(store, _Arrivals(everything, number))
         if verdict:
             raise ConfigError(verdict)
         everything.set_timeout(self._timeout)
-        return dist.PrefixStore(f"smp_strategy/group/{attempt}/{number}", everything)
+        return dist.PrefixStore(f"smp_strategy/group/{number}", everything)
 
-    def _judged(self, store: dist.Store) -> str:
+    def _numbered(self, everything: dist.Store) -> int:
+        """The number of this meeting; other ranks wait for rank 0's."""
+        if self._rank == 0:
+            return self._call(lambda: everything.add("smp_strategy/meetings", 1))
+        arrival = self._call(lambda: everything.add(_ARRIVALS, 1))
+        key = f"{_ARRIVALS}/{arrival}"
+        self._wait_until(lambda: everything.check([key]), lambda: [0])
+        return int(self._call(lambda: everything.get(key)))
+
+    def _judged(self, store: dist.Store, arrivals: "_Arrivals") -> str:
         everyone = range(self._num_ranks)
         if self._rank == 0:
-            self._until(store, [str(rank) for rank in everyone])
+            self._until(store, [str(rank) for rank in everyone], meanwhile=arrivals.answer)
             found = [json.loads(self._call(lambda rank=rank: store.get(str(rank)))) for rank in everyone]  # type: ignore[misc]
             verdict = explained(found) if differences(found) else ""
             self._call(lambda: store.set("verdict", verdict))
@@ -112,15 +124,22 @@ class FirstMeeting:
         while self._call(lambda: store.add("readers", 0)) < self._num_ranks - 1 and time.monotonic() < deadline:
             time.sleep(_PAUSES[0])
 
-    def _until(self, store: dist.Store, keys: Sequence[str]) -> None:
-        """Wait until ``store`` has all of ``keys``."""
-        pause, longest = _PAUSES
+    def _until(self, store: dist.Store, keys: Sequence[str], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until ``store`` has all of ``keys``; ``meanwhile`` is called again and again."""
 
         def missing() -> list[int]:
             ranks = range(self._num_ranks)
             return [rank for rank in ranks if not self._call(lambda rank=rank: store.check([str(rank)]))]  # type: ignore[misc]
 
-        while not self._call(lambda: store.check(list(keys))):
+        def is_over() -> bool:
+            meanwhile()
+            return store.check(list(keys))
+
+        self._wait_until(is_over, missing)
+
+    def _wait_until(self, is_over: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        pause, longest = _PAUSES
+        while not self._call(is_over):
             time.sleep(pause)
             pause = min(2 * pause, longest)
             self._check(missing)
@@ -153,3 +172,21 @@ class FirstMeeting:
         if is_over:
             raise PeerFailedError(words)
         _LOG.warning(f"{words} It is waited for until the `timeout` of the process groups is over ({self._timeout}).")
+
+
+@final
+class _Arrivals:
+    """What rank 0 tells the ranks that arrive in ``store``: the number of the meeting.
+
+    It tells those of earlier meetings as well, who do not ask any more.
+    """
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self._store, self._number = store, number
+        self._answered = 0
+
+    def answer(self) -> None:
+        """Tell those who have arrived since the last call."""
+        for arrival in range(self._answered + 1, self._store.add(_ARRIVALS, 0) + 1):
+            self._store.set(f"{_ARRIVALS}/{arrival}", str(self._number))
+            self._answered = arrival

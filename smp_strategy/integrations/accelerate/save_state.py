@@ -27,6 +27,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
+from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.verify import previous
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -272,6 +273,11 @@ class StateFolderHooks(SavingHooks):
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
             self._smp_load(folder, models, load_kwargs, strict=strict)
+        if input_dir is None:
+            # A run that was started again would count from 0: an error at a name that is there, and before that, new
+            # checkpoints that `total_limit` takes for the oldest.
+            naming = self.project_configuration
+            naming.iteration = max(naming.iteration, folders.number_of(folder) + 1)
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
         """Load this rank's shard of ``folder``; hooks may have loaded some models already."""
@@ -351,7 +357,7 @@ class StateFolderHooks(SavingHooks):
                     "`automatic_checkpoint_naming` names folders in `project_dir`, which is not given. Set it: "
                     "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
                 )
-            target = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+            target = local_path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if target.exists():
                 raise ValueError(
                     f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
@@ -362,11 +368,11 @@ class StateFolderHooks(SavingHooks):
             raise ConfigError(
                 "`save_state` needs `output_dir` unless `automatic_checkpoint_naming` is set. Name a folder."
             )
-        return Path(given)
+        return local_path(given)
 
     def _smp_folder_to_read(self, given: str | os.PathLike[str] | None) -> Path:
         if given is not None:
-            folder = Path(given).expanduser()
+            folder = local_path(given).expanduser()
             commit.recover(folder)
             if folder.exists() and not folder.is_dir():
                 raise ValueError(f"{folder} is a file. Name the folder that `accelerator.save_state` has written.")
@@ -375,7 +381,7 @@ class StateFolderHooks(SavingHooks):
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        return folders.newest(Path(self.project_dir) / "checkpoints")
+        return folders.newest(local_path(self.project_dir) / "checkpoints")
 
 
 def _write_file(model: SpreadModel, path: Path) -> None:

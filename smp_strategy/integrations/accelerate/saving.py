@@ -24,6 +24,7 @@ from torch import nn
 
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.storage.atomic_commit import replacing, saving
+from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
@@ -289,7 +290,9 @@ class SavingHooks(HookBase):
         """
         arguments = os.fspath(save_directory), max_shard_size, safe_serialization
         with self._smp_with_others(model, "accelerator.save_model", *arguments):
-            self._smp_save_model(super().save_model, model, Path(save_directory), max_shard_size, safe_serialization)
+            self._smp_save_model(
+                super().save_model, model, local_path(save_directory), max_shard_size, safe_serialization
+            )
 
     def _smp_save_model(
         self,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
+from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.model.patching import Patches
 
@@ -41,10 +42,10 @@ class AsyncSaves:
         self._background = BackgroundSave()
         self.in_background = in_background
         # Whether each path will exist after all deferred actions.
-        self._foreseen: dict[Path, bool] = {}
+        self._foreseen: dict[Place, bool] = {}
         self._announcements: list[Callable[[], None]] = []
 
-    def save(self, path: Path, write: Callable[[], None]) -> None:
+    def save(self, path: Place, write: Callable[[], None]) -> None:
         """Write the checkpoint ``path`` by calling ``write``, after the save in flight."""
         self.wait()
         if not self.in_background:
@@ -53,11 +54,11 @@ class AsyncSaves:
         self._foreseen[_absolute(path)] = True
         self._background.start(write, str(path))
 
-    def save_sharded(self, path: Path, state: Mapping[str, Any], *, rest: Mapping[str, Any], note: Any) -> None:
+    def save_sharded(self, path: Place, state: Mapping[str, Any], *, rest: Mapping[str, Any], note: Any) -> None:
         """Write a directory. Collective.
 
         Args:
-            path: the directory.
+            path: the directory, or its address.
             state: this rank's part, see :class:`~smp_strategy.checkpoint.storage.writer.ShardedWriter`.
             rest: everything else, written by global rank 0; it must not change any more.
             note: information for people and tools, in the manifest.
@@ -66,7 +67,7 @@ class AsyncSaves:
         prepared = self._writer.prepare(state, copy=self.in_background)
         self.save(path, lambda: prepared.write(path, rest=rest, note=note))
 
-    def remove(self, path: Path, how: Callable[[], None] | None = None) -> None:
+    def remove(self, path: Place, how: Callable[[], None] | None = None) -> None:
         """Remove a checkpoint of either form after the save in flight. On a single rank.
 
         Args:
@@ -85,7 +86,7 @@ class AsyncSaves:
         self._announcements.append(tell)
         self.check()
 
-    def exists(self, path: Path) -> bool:
+    def exists(self, path: Place) -> bool:
         """Whether ``path`` will exist after all deferred actions."""
         return self._foreseen.get(_absolute(path), path.exists())
 
@@ -116,7 +117,7 @@ class AsyncSaves:
                 raise
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=2)
 
-    def _later(self, action: Callable[[], None], path: Path, *, leaves: bool) -> None:
+    def _later(self, action: Callable[[], None], path: Place, *, leaves: bool) -> None:
         if self._background.is_busy:
             self._foreseen[_absolute(path)] = leaves
         self._background.after(action)
@@ -138,7 +139,9 @@ class AsyncSaves:
             tell()
 
 
-def _absolute(path: Path) -> Path:
+def _absolute(path: Place) -> Place:
+    if not isinstance(path, Path):
+        return path
     return Path(os.path.abspath(path))  # not `resolve`, which would follow links
 
 
@@ -148,12 +151,10 @@ class KeptCheckpoints:
 
     Args:
         saves: the checkpoint writer.
-        local: returns the local path of a checkpoint, or ``None`` for another storage.
     """
 
-    def __init__(self, saves: AsyncSaves, local: Callable[[Any], Path | None]) -> None:
+    def __init__(self, saves: AsyncSaves) -> None:
         self._saves = saves
-        self._local = local
         self._callbacks: list[Any] = []
         self._patches = Patches()
 
@@ -178,9 +179,9 @@ class KeptCheckpoints:
 
     def _linking(self, original: Any) -> Any:
         def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
-            target, place = self._local(filepath), self._local(linkpath)
-            assert target is not None, "Lightning links local files only"
-            assert place is not None
+            target, place = place_of(filepath), place_of(linkpath)
+            assert isinstance(target, Path), "Lightning links local files only"
+            assert isinstance(place, Path)
             if trainer.is_global_zero:
                 self._saves.link(target, place)
             trainer.strategy.barrier()
@@ -189,10 +190,7 @@ class KeptCheckpoints:
 
     def _looking(self, original: Any) -> Any:
         def file_exists(filepath: Any, trainer: Any) -> bool:
-            path = self._local(filepath)
-            if path is None:
-                return bool(original(filepath, trainer))
-            is_there = trainer.is_global_zero and self._saves.exists(path)
+            is_there = trainer.is_global_zero and self._saves.exists(place_of(filepath))
             return bool(trainer.strategy.reduce_boolean_decision(is_there, all=False))
 
         return file_exists

@@ -24,12 +24,14 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.sources import MARK, SPREAD, Readable, put, stored_tensor, with_spread
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
+from smp_strategy.checkpoint.storage.remote_path import RemotePath
 from smp_strategy.errors import CheckpointError
 
 __all__ = [
     "Directory",
     "collect_optimizers",
     "join_checkpoint",
+    "last_checkpoints",
     "refuse_foreign_content",
     "refuse_foreign_folder",
     "split_checkpoint",
@@ -81,6 +83,19 @@ def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any
         put(parts, _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name], value)
     whole = with_spread(rest, parts)
     return collect_optimizers({**whole, **parts})
+
+
+def last_checkpoints(folder: RemotePath, callback: Any, trainer: Any) -> set[str]:
+    """Addresses of the last checkpoints of a ModelCheckpoint in ``folder``; its ``_find_last_checkpoints``.
+
+    Args:
+        folder: the ``dirpath`` of the callback, an address.
+        callback: of the Trainer.
+        trainer: unused; Lightning gives it.
+    """
+    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+    there = folder.iterdir() if folder.exists() else ()
+    return {str(each) for each in there if each.name.startswith(name) and each.suffix == suffix}
 
 
 def refuse_foreign_folder(path: Path) -> None:

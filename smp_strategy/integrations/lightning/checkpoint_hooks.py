@@ -33,6 +33,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
+from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, place_of
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
@@ -43,6 +44,7 @@ from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptChec
 from smp_strategy.integrations.lightning.checkpoint_content import (
     collect_optimizers,
     join_checkpoint,
+    last_checkpoints,
     refuse_foreign_content,
     refuse_foreign_folder,
     split_checkpoint,
@@ -142,20 +144,15 @@ class CheckpointHooks:
         saves = self._saves
         assert saves is not None
         saves.wait()
-        path = self._local(self._strategy.broadcast(filepath))
+        place = place_of(self._strategy.broadcast(filepath))
         if self._is_sharded:
-            if path is None or self._has_own_io or storage_options is not None:
-                raise UnsupportedError(
-                    f"{filepath} cannot be written with `state_dict_type='sharded'`: all ranks write to a folder that "
-                    'all of them see, past plugins (`CheckpointIO`) and other storages. Use `state_dict_type="full"`, '
-                    "or save to a path and copy the folder."
-                )
-            self._save_sharded(checkpoint, path, saves)
+            self._refuse_plugins(filepath, storage_options)
+            self._save_sharded(checkpoint, place, saves)
         elif self._streamed.is_on:
-            assert path is not None
-            self._streamed.write(checkpoint, path)
+            assert isinstance(place, Path)
+            self._streamed.write(checkpoint, place)
         elif self._strategy.global_rank == 0:
-            self._save_full(checkpoint, filepath, path, storage_options, saves)
+            self._save_full(checkpoint, filepath, place, storage_options, saves)
 
     def _parameter_names(self) -> list[list[list[str]]]:
         """Parameter names per optimizer and parameter group, in the order of PyTorch's parameter numbers."""
@@ -165,26 +162,24 @@ class CheckpointHooks:
         groups = [unwrap(optimizer).param_groups for optimizer in self._strategy.optimizers]
         return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: AsyncSaves) -> None:
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Place, saves: AsyncSaves) -> None:
         state, rest = split_checkpoint(checkpoint)
         if saves.in_background and self._strategy.global_rank == 0:
             rest = snapshot(rest)
         saves.save_sharded(path, state, rest=rest, note=self._note(checkpoint))
 
-    def _save_full(
-        self, checkpoint: dict[str, Any], given: Any, path: Path | None, options: Any, saves: AsyncSaves
-    ) -> None:
+    def _save_full(self, checkpoint: dict[str, Any], given: Any, place: Place, options: Any, saves: AsyncSaves) -> None:
         if saves.in_background:
             # Spread weights were collected into new tensors, which need no further copy.
             fresh = (
                 {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self._engine().is_spread else ()
             )
             checkpoint = snapshot(checkpoint, lambda tensor: id(tensor) in fresh)
-        if path is None or not self._is_plain_file(given, options):
-            io = self._strategy.checkpoint_io
-            saves.save(Path(given), lambda: io.save_checkpoint(checkpoint, given, storage_options=options))
+        if isinstance(place, Path) and self._is_plain_file(place, options):
+            saves.save(place, lambda: write_full(place, checkpoint))
         else:
-            saves.save(path, lambda: write_full(path, checkpoint))
+            io = self._strategy.checkpoint_io
+            saves.save(place, lambda: io.save_checkpoint(checkpoint, given, storage_options=options))
 
     def _note(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         counts = {key: int(checkpoint[key]) for key in ("global_step", "epoch") if key in checkpoint}
@@ -199,13 +194,23 @@ class CheckpointHooks:
         """
         if self._strategy.global_rank != 0:
             return
-        path, io = self._local(filepath), self._strategy.checkpoint_io
+        place, io = place_of(filepath), self._strategy.checkpoint_io
         if self._saves is None:
             plain(filepath)
-        elif path is None or self._has_own_io:
-            self._saves.remove(Path(filepath), lambda: io.remove_checkpoint(filepath))
+        elif self._has_own_io:
+            self._saves.remove(place, lambda: io.remove_checkpoint(filepath))
         else:
-            self._saves.remove(path)
+            self._saves.remove(place)
+
+    def _refuse_plugins(self, path: Any, storage_options: Any = None) -> None:
+        """Refuse plugins and options that the ranks do not use, which write a folder together."""
+        if self._has_own_io or storage_options is not None:
+            raise UnsupportedError(
+                f"{path} cannot be written with `state_dict_type='sharded'`: all ranks write to a folder or an address "
+                "that all of them see, past plugins (`CheckpointIO`) and without `storage_options`. Use "
+                '`state_dict_type="full"`, or leave these out: fsspec takes options of a storage from its variables '
+                "and configuration files."
+            )
 
     def _refuse_alone(self) -> None:
         """Refuse a checkpoint after an error unless all ranks have stopped between the same steps.
@@ -235,13 +240,20 @@ class CheckpointHooks:
     # Loading
 
     def recover_checkpoints(self, trainer: Any) -> None:
-        """Put back checkpoints that an interrupted save has moved aside, before anybody looks for the last one."""
+        """Prepare folders and callbacks before anybody looks for the last checkpoint.
+
+        Checkpoints are put back that an interrupted save has moved aside. At an address, the callback would find names
+        without the protocol, which are none of a checkpoint, and the run would begin anew.
+        """
         folders = {trainer.default_root_dir}
         for callback in trainer.checkpoint_callbacks:
             if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
-                folders.add(resolve(trainer))
-        for path in filter(None, map(self._local, folders)):
-            commit.recover_all(path)
+                folders.add(folder := resolve(trainer))
+                vars(callback).pop("_find_last_checkpoints", None)
+                if isinstance(place := place_of(folder), RemotePath):
+                    callback._find_last_checkpoints = partial(last_checkpoints, place, callback)
+        for folder in folders:
+            commit.recover_all(place_of(folder))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
@@ -262,16 +274,16 @@ class CheckpointHooks:
         if weights_only is None:
             weights_only = self._config().checkpoint_weights_only and not _is_forced_open()
         checkpoint_path = self._strategy.broadcast(checkpoint_path)
-        path = self._local(checkpoint_path)
+        place = place_of(checkpoint_path)
         with allowing_plain_values():
-            if path is not None and is_sharded(path):
-                directory = CheckpointReader.open(path)
+            if is_sharded(place):
+                directory = CheckpointReader.open(place)
                 checkpoint = join_checkpoint(directory, directory.rest(weights_only=weights_only))
-            elif path is None or self._has_own_io:
+            elif isinstance(place, RemotePath) or self._has_own_io:
                 checkpoint = plain(checkpoint_path, weights_only=weights_only)
             else:
-                refuse_foreign_folder(path)
-                content = _read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0)
+                refuse_foreign_folder(place)
+                content = _read_by_all(place, weights_only, verifies=self._strategy.local_rank == 0)
                 checkpoint = collect_optimizers(dict(content)) if isinstance(content, Mapping) else content
         refuse_foreign_content(checkpoint, checkpoint_path)
         return checkpoint
@@ -325,18 +337,12 @@ class CheckpointHooks:
 
     def _is_plain_file(self, path: Any, storage_options: Any) -> bool:
         """Whether this package writes a full checkpoint itself."""
-        return self._local(path) is not None and not self._has_own_io and storage_options is None
+        return isinstance(place_of(path), Path) and not self._has_own_io and storage_options is None
 
     def _is_written_here(self, path: Any, storage_options: Any) -> bool:
         """Whether this package writes a full checkpoint itself, and now."""
         is_later = self._saves is None or self._saves.in_background
         return not is_later and self._is_plain_file(path, storage_options)
-
-    def _local(self, path: Any) -> Path | None:
-        """The local path, or ``None`` for a URL of another storage."""
-        if not self._tree.fabric("utilities.cloud_io")._is_local_file_protocol(path):
-            return None
-        return Path(str(path).removeprefix("file://").removeprefix("local://"))
 
     # A run
 
@@ -359,9 +365,15 @@ class CheckpointHooks:
             raise
 
     def begin_run(self, trainer: Any, patches: ExitStack) -> None:
-        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close."""
+        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close.
+
+        Raises:
+            UnsupportedError: what they will save cannot be written.
+        """
+        if self._is_sharded and trainer.checkpoint_callback is not None and trainer.state.fn == "fit":
+            self._refuse_plugins(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
         self._saves = AsyncSaves(self._engine().mesh.saving_group, in_background=self._config().async_save)
-        kept = KeptCheckpoints(self._saves, self._local)
+        kept = KeptCheckpoints(self._saves)
         patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
         self._streamed.install(trainer)

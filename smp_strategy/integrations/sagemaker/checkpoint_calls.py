@@ -33,6 +33,7 @@ from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
+from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.checkpoint.storage.torch_load import check_content, plain_content
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
@@ -104,7 +105,7 @@ def save_checkpoint(
     doing = f"saving {tag!r} to {path}"
     meet("smp_strategy.save_checkpoint")
     with alike(doing):
-        folder = TaggedFolder(Path(path), tag)
+        folder = TaggedFolder(local_path(path), tag)
         folder.check_limit(num_kept_partial_checkpoints)
         if engine.mesh.rank == 0:
             user_content = plain_content(user_content, _CONTENT, current_run().note if is_initialized() else _LOG.info)
@@ -171,7 +172,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         )
     meet("smp_strategy.resume_from_checkpoint")
     with alike(f"loading from {path}"):
-        folder = TaggedFolder.to_read(Path(path), tag, partial=partial)
+        folder = TaggedFolder.to_read(local_path(path), tag, partial=partial)
         if not partial:
             return _load_full(engine, folder, translate_function, strict=strict)
         stored = CheckpointReader.open(folder.partial)

@@ -25,6 +25,7 @@ __all__ = [
     "delete_oldest",
     "move_in",
     "newest",
+    "number_of",
     "numbered",
     "remove",
     "weights_of",
@@ -55,8 +56,14 @@ def numbered(folder: Path) -> list[Path]:
     """List the checkpoints in ``folder`` that Accelerate has numbered, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), each) for each in folder.iterdir() if (match := _NUMBERED.fullmatch(each.name))]
-    return [each for _, each in sorted(found)]
+    return sorted((each for each in folder.iterdir() if _NUMBERED.fullmatch(each.name)), key=number_of)
+
+
+def number_of(folder: Path) -> int:
+    """The number in the name that Accelerate has given to a checkpoint."""
+    match = _NUMBERED.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
 
 
 def newest(folder: Path) -> Path:

@@ -4,6 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from smp_strategy.distributed.agreement import first_meeting
 from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
@@ -11,9 +12,9 @@ from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import free_port
 
 
-def meet(settings, *, timeout=30.0, counts=None, lost=str):
+def meet(settings, *, timeout=30.0, counts=None, lost=str, port=None):
     """What each rank gets: a store, or an error. A rank whose settings are ``None`` does not come."""
-    address, found = ("127.0.0.1", free_port()), [None] * len(settings)
+    address, found = ("127.0.0.1", port or free_port()), [None] * len(settings)
 
     def come(rank):
         num_ranks = len(settings) if counts is None else counts[rank]
@@ -68,3 +69,19 @@ def test_a_store_that_outlives_a_group_serves_another(attempts):
     kept = [FirstMeeting(address, 0, 1).compare({"a": str(number)}) for number in range(attempts)]
     kept[0].set("key", "value")
     assert not kept[1].check(["key"])
+
+
+def test_ranks_that_restart_meet_whatever_their_nodes_have_seen_before(monkeypatch):
+    """Each node counts its own restarts, and torchrun's store keeps what earlier attempts have written."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with pytest.raises(PeerFailedError):  # an attempt to which one of two has come
+        FirstMeeting(("127.0.0.1", served.port), 1, 2, lost=lambda: "Rank 0 has ended.").compare({})
+    stores = []
+    for value in (b"of a process that has gone", b"of one that is there"):
+        first, second = meet([{}, {}], port=served.port)
+        assert not first.check(["address"])
+        first.set("address", value)
+        assert second.get("address") == value
+        stores.append(first)
+    assert stores[0].get("address") == b"of a process that has gone"

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from smp_strategy.checkpoint.storage import atomic_commit as commits
+from smp_strategy.checkpoint.storage import process_marks
 from smp_strategy.checkpoint.storage.atomic_commit import (
     begin,
     clean,
@@ -109,7 +110,7 @@ def test_whoever_is_killed_leaves_the_old_or_the_new_one(tmp_path, old, is_folde
             break
         recover(target)
         seen.add(content(target))
-        monkeypatch.setattr(commits, "_started", lambda pid: "another")  # as if this process had gone
+        monkeypatch.setattr(process_marks, "_started", lambda pid: "another")  # as if this process had gone
         with replacing(target, is_folder=is_folder) as staging:
             fill(staging, "newer")
         monkeypatch.undo()
