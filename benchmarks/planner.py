@@ -55,8 +55,7 @@ def main() -> None:
     is_quick = "--quick" in sys.argv[1:]
     rows = compare(is_quick)
     print("| model | layout | microbatches | ms | predicted | MiB | predicted |\n|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(row.row())
+    print("\n".join(row.row() for row in rows))
     errors = []
     for cluster, sequence, layout, published in PUBLISHED:
         plans = planner(cluster, sequence, width=7168, blocks=2 if is_quick else 48, heads=64)
@@ -73,14 +72,14 @@ def main() -> None:
     best = planner("512xa100", 2048, width=12288, blocks=2 if is_quick else 96, heads=96).search(1536).estimates[0]
     seconds = time.process_time() - begin
     print(f"175B on 512xa100: {best.layout}, {best.layout.microbatches} microbatches of {best.layout.samples}")
-    found = {
+    figures = {
         "time_error": mean(abs(row.time_error) for row in rows),
         "memory_error": mean(abs(row.memory_error) for row in rows),
         "kendall_tau": kendall_tau(rows),
         "published_error": mean(errors),
         "plan_seconds_175b": seconds,
     }
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 
 if __name__ == "__main__":
