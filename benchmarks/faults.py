@@ -8,14 +8,26 @@ torchrun and Accelerate print of themselves at the end; the cause must stand in 
     python benchmarks/faults.py kill-1 raise-all --door lightning --layout pp2 --layout tp2
     python benchmarks/faults.py kill-1 --door torchrun --layout sdp2 --show
 
+With ``--random`` rank, moment, launcher and layout are drawn, from the start of the interpreter on. Such a run saves
+while it trains, half of the time in the background. It must end with the cause within ``BOUND_SECONDS``, or train to
+the bits of the undisturbed run; a table says which of the two it did, by fault. Full disks and links between two nodes
+are made of mounts and network namespaces, for which one must be root::
+
+    python benchmarks/faults.py --random 200 --seed 1        # about two hours on two cores
+    python benchmarks/faults.py --random 1 --seed 7 raise-any --show
+
 The last line is JSON: how many runs there were, how many of them have ended as they should, and the most lines and
 seconds.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
+import math
 import mmap
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,13 +35,16 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__)
 STEP = 3
-LIMIT_SECONDS = 180
+LIMIT_SECONDS = 300
+BOUND_SECONDS = 90
 MOST_LINES = 60
 DOORS = ("lightning", "torchrun", "accelerate")
 LAYOUTS = {
@@ -55,6 +70,20 @@ class Fault:
     """Exit codes of the first process that are right, by Lightning's launcher; none: any but 0."""
     layouts: tuple[str, ...] = ()
     """Under which it is a fault; none: under all."""
+    seconds: float = 0.0
+    """From the place to the fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One run of ``--random``."""
+
+    name: str
+    fault: Fault
+    door: str
+    layout: str
+    in_background: bool
+    """How it saves."""
 
 
 KILLED = r"was killed by SIGKILL \(signal 9\)"
@@ -87,6 +116,37 @@ FAULTS = {
     "should-stop-1": Fault(kind="part", place="stop", said="wait for each other for ever|different calls"),
     "ctrl-c": Fault(kind="ctrl-c", rank=0, said="KeyboardInterrupt", codes=(1,)),
 }
+# Faults at any time, on any rank, with what is said of them; a delayed rank goes on.
+DISK_FULL = r"disk is full|No space left on device"
+ANY_TIME = {
+    "kill": r"killed by SIGKILL|[Rr]ank 0 (is gone|failed first)",
+    "crash": r"SIGSEGV|[Rr]ank 0 (is gone|failed first)",
+    "stop": r"has been stopped|no sign of life|The store of the process group has not answered|have not come",
+    "delay": "no words: it goes on",
+    "raise-any": "a mistake of the user",
+    "sigterm": "SIGTERM",
+    "full-disk": DISK_FULL,
+    "full-shm": rf"{DISK_FULL}|SIGBUS|/dev/shm|[Rr]ank 0 (is gone|failed first)",
+    "drop-link": r"no sign of life|has not answered|is gone|Connection|timed out",
+}
+
+
+def drawn(chance: random.Random, names: Sequence[str]) -> Draw:
+    """A run with a fault at a random moment."""
+    name = chance.choice(list(names))
+    door = "nodes" if name == "drop-link" else chance.choice(["lightning", "lightning", "lightning", "torchrun"])
+    layout = "pp2" if door == "nodes" else chance.choice(["pp2", "sdp2", "tp2", "pp2_sdp2"])
+    place, most = chance.choice([("begin", 6.0), ("step", 1.5), ("step", 1.5)])
+    if door == "nodes":  # before the run, ranks of other machines are waited for until `timeout`
+        place, most = "step", 1.5
+    fault = Fault(
+        kind=name,
+        rank=chance.randrange(ranks_of(layout)),
+        place=place,
+        said=ANY_TIME[name],
+        seconds=round(chance.uniform(0, most), 3),
+    )
+    return Draw(name=name, fault=fault, door=door, layout=layout, in_background=chance.random() < 0.5)
 
 
 # --- in each of the processes that train ------------------------------------------------------------------------------
@@ -94,9 +154,27 @@ FAULTS = {
 
 def strike(place: str, number: int) -> bool:
     """Let the fault happen if this is where and when; whether it is, for faults that the caller lets happen."""
-    kind, rank, where = json.loads(os.environ["FAULT"])
-    if place != where or number != STEP or rank not in (None, int(os.environ.get("LOCAL_RANK", "0"))):
+    kind, rank, where, seconds = json.loads(os.environ["FAULT"])
+    this = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+    if place != where or number != STEP or rank not in (None, this):
         return False
+    if seconds:
+        timer = threading.Timer(seconds, harm, [kind])
+        timer.daemon = True
+        timer.start()
+        return True
+    return harm(kind)
+
+
+class AnyMistake(Exception):
+    """A mistake of the user, wherever the program is."""
+
+    def __str__(self) -> str:
+        return "a mistake of the user"
+
+
+def harm(kind: str) -> bool:
+    """Let the fault happen; whether it is one that the caller lets happen."""
     Path(os.environ["STRUCK"]).touch()
     if kind == "raise":
         raise ValueError("a mistake of the user")
@@ -112,12 +190,29 @@ def strike(place: str, number: int) -> bool:
             mapped[0]
     if kind == "kill-later":
         threading.Timer(time.time() % 0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    numbers = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "sigterm": signal.SIGTERM, "stop": signal.SIGSTOP}
+    if kind == "delay":
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"], start_new_session=True)
+    if kind == "raise-any":
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(AnyMistake))
+    if kind in ("full-disk", "full-shm"):
+        fill(Path("disk" if kind == "full-disk" else "/dev/shm"))
+    if kind == "drop-link":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    stops = dict.fromkeys(("stop", "delay"), signal.SIGSTOP)
+    numbers = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "sigterm": signal.SIGTERM, **stops}
     if kind in numbers:
         os.kill(os.getpid(), numbers[kind])
     if kind in ("sigterm-group", "ctrl-c"):
         os.killpg(0, signal.SIGINT if kind == "ctrl-c" else signal.SIGTERM)
     return True
+
+
+def fill(folder: Path) -> None:
+    """Leave no room in a folder."""
+    with contextlib.suppress(OSError), (folder / "large").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def parts() -> tuple[Any, Any]:
@@ -135,7 +230,7 @@ def parts() -> tuple[Any, Any]:
             return torch.full((16,), index / 4096)
 
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)))
     return net, torch.utils.data.DataLoader(Samples(), batch_size=8, num_workers='"worker"' in os.environ["FAULT"])
 
 
@@ -173,21 +268,33 @@ def train_with_lightning(folder: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
+    saves, steps = '"save"' in os.environ["FAULT"], int(os.environ.get("STEPS", "-1"))
     saving = L.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    L.Trainer(
+    if steps > 0:
+        saves, saving = (
+            True,
+            L.pytorch.callbacks.ModelCheckpoint("disk", every_n_train_steps=5, save_top_k=1),
+        )
+    nodes = 2 if os.environ.get("TORCHELASTIC_RUN_ID") == "netlab" else 1
+    trainer = L.Trainer(
         strategy="smp",
         accelerator="cpu",
-        devices=int(os.environ["DEVICES"]),
+        devices=int(os.environ["DEVICES"]) // nodes,
+        num_nodes=nodes,
         max_epochs=1,
+        max_steps=steps,
         val_check_interval=5,
         limit_val_batches=10,
         num_sanity_val_steps=0,
-        callbacks=[saving] if '"save"' in os.environ["FAULT"] else [],
-        enable_checkpointing='"save"' in os.environ["FAULT"],
+        callbacks=[saving] if saves else [],
+        enable_checkpointing=saves,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Module(), loader, loader)
+    )
+    trainer.fit(Module(), loader, loader)
+    if steps > 0:
+        trainer.save_checkpoint(f"{folder}/weights.ckpt")
 
 
 def train_with_accelerate(folder: str) -> None:
@@ -228,6 +335,8 @@ class Seen:
     code: int | None
     """Of the first process; ``None``: it had to be ended."""
     told: str
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run that has trained to its end."""
 
     @property
     def lines(self) -> list[str]:
@@ -242,6 +351,7 @@ class Seen:
         said = fault.said if is_ours or fault.kind in ("raise", "memory") else "SIG|exitcode|KeyboardInterrupt"
         wrong = {
             "it hangs": self.code is None,
+            "it ended before the fault": math.isnan(self.seconds),
             f"exit code {self.code}": self.code == 0 or (is_ours and fault.codes and self.code not in fault.codes),
             "too many lines": len(lines) > MOST_LINES,
             "the cause is not told": not re.search(said, "\n".join(lines) if is_ours else self.told),
@@ -250,9 +360,17 @@ class Seen:
         return [what for what, is_so in wrong.items() if is_so]
 
 
+def ranks_of(layout: str) -> int:
+    """Ranks of a layout."""
+    return 4 if "4" in layout or "_" in layout else 2
+
+
 def command_of(door: str, ranks: int, folder: str) -> list[str]:
     """How a user starts the run."""
     script = [str(HERE), "--train", folder, door]
+    if door == "nodes":
+        netlab = [str(HERE.with_name("netlab.sh")), "--ranks-per-node", "1", "--rate", "1gbit"]
+        return [*netlab, sys.executable, *script]
     if door == "lightning":
         return [sys.executable, *script]
     if door == "torchrun":
@@ -268,11 +386,11 @@ def command_of(door: str, ranks: int, folder: str) -> list[str]:
     ]
 
 
-def run(fault: Fault, door: str, layout: str) -> Seen:
-    """Train until the fault has ended it."""
-    ranks = 4 if "4" in layout or "_" in layout else 2
+def run(fault: Fault, door: str, layout: str, **more: str) -> Seen:
+    """Train until the fault has ended it; with ``more`` variables."""
+    ranks = ranks_of(layout)
     variables = {
-        "FAULT": json.dumps([fault.kind, fault.rank, fault.place]),
+        "FAULT": json.dumps([fault.kind, fault.rank, fault.place, fault.seconds]),
         "DEVICES": str(ranks),
         "STRUCK": "struck",
         "ACCELERATE_USE_SMP": "true",
@@ -280,10 +398,16 @@ def run(fault: Fault, door: str, layout: str) -> Seen:
         "PYTHONPATH": str(HERE.parents[1]),
         "OMP_NUM_THREADS": "1",
         **LAYOUTS[layout],
+        **more,
     }
     with tempfile.TemporaryDirectory() as folder:
+        command = command_of(door, ranks, folder)
+        Path(folder, "disk").mkdir()
+        if fault.kind in SMALL_DISKS:
+            mount = f'mount -t tmpfs -o size={SMALL_DISKS[fault.kind]} tmpfs {PLACES[fault.kind]} && exec "$@"'
+            command = ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
         process = subprocess.Popen(
-            command_of(door, ranks, folder),
+            command,
             env={**os.environ, **variables},
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -301,24 +425,111 @@ def run(fault: Fault, door: str, layout: str) -> Seen:
             code = None
         struck = Path(folder, "struck")
         seconds = time.time() - struck.stat().st_mtime if struck.exists() else float("nan")
-        return Seen(seconds=seconds, code=code, told=told)
+        return Seen(seconds=seconds, code=code, told=told, weights=weights_in(Path(folder, "weights.ckpt")))
+
+
+# What is made small enough to be filled, and where.
+SMALL_DISKS = {"full-disk": "16m", "full-shm": "256m"}
+PLACES = {"full-disk": "disk", "full-shm": "/dev/shm"}
+
+
+def weights_in(path: Path) -> Mapping[str, Any]:
+    """Weights of a checkpoint; none if it is not there."""
+    import torch
+
+    return dict(torch.load(path, weights_only=True)["state_dict"]) if path.is_file() else {}
+
+
+class AtRandom:
+    """Runs with faults at random moments."""
+
+    def __init__(self, seed: int, names: Sequence[str] = ()) -> None:
+        self._chance, self._names = random.Random(seed), names or list(ANY_TIME)
+        self._undisturbed: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self.ends: dict[str, Counter[str]] = defaultdict(Counter)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def once(self) -> tuple[Draw, Seen, list[str]]:
+        """A run, and what is wrong with its end."""
+        draw = drawn(self._chance, self._names)
+        seen = run(draw.fault, draw.door, draw.layout, **self._variables(draw.in_background))
+        problems = self._problems(draw, seen)
+        end = "wrong" if problems else "recovered" if seen.code == 0 else "told"
+        self.ends[draw.name][end] += 1
+        if seen.code != 0:
+            self.seconds[draw.name].append(seen.seconds)
+        return draw, seen, problems
+
+    def _problems(self, draw: Draw, seen: Seen) -> list[str]:
+        if seen.code == 0:
+            expected = self._reference(draw)
+            same = seen.weights.keys() == expected.keys() and all(
+                expected[name].equal(weight) for name, weight in seen.weights.items()
+            )
+            return [] if same else ["it has other weights"]
+        slow = ["it ends late"] if seen.seconds > BOUND_SECONDS else []
+        # Nobody is there to tell of a launcher that ends before it has imported the package.
+        is_lost = draw.fault.rank == 0 and draw.fault.place == "begin" and draw.name in ("kill", "crash", "sigterm")
+        return slow if is_lost else slow + seen.problems(draw.fault, draw.door)
+
+    def _reference(self, draw: Draw) -> Mapping[str, Any]:
+        if (draw.door, draw.layout) not in self._undisturbed:
+            nothing = Fault(kind="nothing", place="never", said="")
+            seen = run(nothing, draw.door, draw.layout, **self._variables(False))
+            assert seen.code == 0, seen.told
+            self._undisturbed[draw.door, draw.layout] = seen.weights
+        return self._undisturbed[draw.door, draw.layout]
+
+    @staticmethod
+    def _variables(in_background: bool) -> dict[str, str]:
+        return {"STEPS": "150", "SMP_ASYNC_SAVE": str(in_background).lower()}
+
+    def table(self) -> str:
+        """How the runs have ended, by fault."""
+        lines = [
+            "| fault | runs | told the cause | trained to the same bits | wrong | most seconds |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, ends in sorted(self.ends.items()):
+            most = f"{max(self.seconds[name]):.1f}" if self.seconds[name] else ""
+            lines.append(
+                f"| {name} | {ends.total()} | {ends['told']} | {ends['recovered']} | {ends['wrong']} | {most} |"
+            )
+        return "\n".join(lines)
 
 
 def main() -> None:
     """Inject, count, and say it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join([*FAULTS, *ANY_TIME]))
     parser.add_argument("--door", action="append", choices=DOORS)
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
     parser.add_argument("--show", action="store_true", help="what is printed")
+    parser.add_argument("--random", type=int, metavar="RUNS", help="so many runs with faults at random moments")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.train:
         folder, door = chosen.train
+        strike("begin", STEP)
         (train_with_accelerate if door == "accelerate" else train_with_lightning)(folder)
         return
     runs, lines, seconds = [], [0], [0.0]
-    for name in chosen.faults or FAULTS:
+    if chosen.random:
+        at_random = AtRandom(chosen.seed, chosen.faults)
+        for number in range(chosen.random):
+            draw, seen, problems = at_random.once()
+            where = f"rank {draw.fault.rank}, {draw.fault.seconds} s after {draw.fault.place}"
+            how = f"{draw.door} {draw.layout}{' async' * draw.in_background}"
+            end = f"{seen.seconds:.1f} s, exit code {seen.code}, {len(seen.lines)} lines"
+            print(f"{number:3} {draw.name:10} {where:32} {how:24} {end}  {', '.join(problems)}", flush=True)
+            if chosen.show or problems:
+                print(seen.told, flush=True)
+            runs.append(not problems)
+            lines.append(len(seen.lines))
+            seconds += [seen.seconds] if seen.code != 0 else []
+        print(at_random.table())
+    for name in () if chosen.random else chosen.faults or FAULTS:
         for door in chosen.door or DOORS:
             for layout in chosen.layout or LAYOUTS:
                 if layout not in (FAULTS[name].layouts or LAYOUTS):

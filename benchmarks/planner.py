@@ -1,21 +1,28 @@
-"""Predictions of ``smp estimate`` beside published runs, and the time of ``smp plan`` for a large job::
+"""Predictions of ``smp estimate`` beside steps on this machine and published runs, and the time of ``smp plan``::
 
-    python benchmarks/planner.py            # a minute; no ranks, no weights
-    python benchmarks/planner.py --quick    # two blocks instead of a model's: does it run?
+    python benchmarks/planner.py            # some minutes on two idle cores
+    python benchmarks/planner.py --quick    # tiny models, a step of each layout: does it run?
+
+Two models train in 14 layouts each on one process and on two (``planned_steps.py``), which time-share nothing: a
+process has a core of its own. Their device is measured at the start.
 
 The published runs are those of a GPT-2 of 30 billion parameters with SageMaker's sharded data parallelism (MiCS), fp16,
 activations computed again, on nodes of 8 A100 with 40 GB and 400 Gbit/s; the AWS blog post "Train gigantic models with
 near-linear scaling using sharded data parallelism on Amazon SageMaker" (2022) gives their samples per second.
 
-The last line is JSON: ``time_error`` is the mean of |predicted / published - 1|, ``plan_seconds_175b`` the CPU seconds
-of a search for a GPT of 175 billion parameters on 512 A100.
+The last line is JSON: ``time_error`` and ``memory_error`` are means of |predicted / measured - 1| on this machine,
+``kendall_tau`` is the agreement of the orders of layouts by predicted and by measured time, ``published_error`` the
+mean of |predicted / published - 1|, ``plan_seconds_175b`` the CPU seconds of a search for a GPT of 175 billion
+parameters on 512 A100.
 """
 
 import json
 import sys
 import time
+from statistics import mean
 
 import torch
+from planned_steps import compare, kendall_tau
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_strategy.engine.layout_planning import LayoutPlanner
@@ -44,7 +51,11 @@ def planner(cluster: str, sequence: int, *, width: int, blocks: int, heads: int)
 
 def main() -> None:
     """Print the predictions, then the line of JSON."""
+    torch.set_num_threads(1)  # also those of the processes to come
     is_quick = "--quick" in sys.argv[1:]
+    rows = compare(is_quick)
+    print("| model | layout | microbatches | ms | predicted | MiB | predicted |\n|---|---|---|---|---|---|---|")
+    print("\n".join(row.row() for row in rows))
     errors = []
     for cluster, sequence, layout, published in PUBLISHED:
         plans = planner(cluster, sequence, width=7168, blocks=2 if is_quick else 48, heads=64)
@@ -61,7 +72,14 @@ def main() -> None:
     best = planner("512xa100", 2048, width=12288, blocks=2 if is_quick else 96, heads=96).search(1536).estimates[0]
     seconds = time.process_time() - begin
     print(f"175B on 512xa100: {best.layout}, {best.layout.microbatches} microbatches of {best.layout.samples}")
-    print(json.dumps({"time_error": round(sum(errors) / len(errors), 3), "plan_seconds_175b": round(seconds, 1)}))
+    figures = {
+        "time_error": mean(abs(row.time_error) for row in rows),
+        "memory_error": mean(abs(row.memory_error) for row in rows),
+        "kendall_tau": kendall_tau(rows),
+        "published_error": mean(errors),
+        "plan_seconds_175b": seconds,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 A traceback of a step in Lightning has a hundred lines of which the user has written five, and every rank prints one:
 its own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
 (:func:`shorten`), also those in the message of an error of a data loader's process, and only the rank that failed first
-prints one (:func:`keep_short`). The others print a line. ``SMP_FULL_TRACEBACK=1`` changes nothing in tracebacks and
+prints one (:func:`keep_short`). The others print a line. An error of the disk has one traceback, that of the user's
+call: its text names the reason. ``SMP_FULL_TRACEBACK=1`` changes nothing in tracebacks and
 prints all of them.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import is_library, publish_own, shortened
-from smp_strategy.errors import PeerFailedError
+from smp_strategy.errors import PeerFailedError, SMPError
 
 __all__ = ["chosen", "has_crashed", "keep_short", "shorten"]
 
@@ -74,6 +75,7 @@ def keep_short() -> None:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_first = publish_own(error, is_fatal=True)
+        _cut_causes(error)
         shorten(error)
         if is_first or _shows_everything():
             before(kind, error, error.__traceback__)
@@ -89,6 +91,16 @@ def keep_short() -> None:
         leave(status)
 
     sys.exit = exit
+
+
+def _cut_causes(error: BaseException) -> None:
+    """Leave out causes that the text of an error contains: errors of the disk, and errors of the same text."""
+    if _shows_everything():
+        return
+    for each in _chain(error):
+        cause = each.__cause__
+        if isinstance(each, SMPError) and (isinstance(cause, OSError) or str(cause) == str(each)):
+            each.__cause__, each.__suppress_context__ = None, True
 
 
 def has_crashed() -> bool:

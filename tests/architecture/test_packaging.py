@@ -66,6 +66,8 @@ EXTRAS_OF = {
 OPTIONAL = {
     "smp_strategy": {"transformers", "peft"},
     "benchmarks": {"deepspeed", "h5py"},
+    "examples": {"ray"},
+    "tests": {"ray"},
 }
 
 

@@ -5,14 +5,15 @@ Like Lightning's launcher it runs the script again for each further rank. It dif
 1. In a Hydra sweep (``-m smp=pp2,pp4``) a rank runs exactly the job of rank 0: its overrides, in its directory, without
    writing a config there. The arguments of rank 0 would start the whole sweep again. The next job starts from a clean
    slate, as the number of ranks may differ between jobs.
-2. Degrees that do not fit the number of ranks are refused before any rank is started.
+2. Degrees that do not fit the number of ranks are refused before any rank is started, and so is `mpirun` without
+   `mpi4py`.
 3. Every rank raises the error of the rank that failed first (:mod:`smp_strategy.distributed.failure`).
 4. When a rank fails, the others get a few seconds to report errors of their own, and are then ended
    (:mod:`smp_strategy.integrations.lightning.child_processes`).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import new_class
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.crash_report import keep_short, shorten
 from smp_strategy.distributed.failure import blame
+from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.integrations.lightning.tree import Tree
 
@@ -106,6 +108,8 @@ def _hydra_arguments(job: Any, flags: Iterable[str], local_rank: int) -> list[st
     return arguments
 
 
+# Number of ranks, by Open MPI and by others.
+_OF_MPI: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -151,6 +155,21 @@ def make_launcher(tree: Tree, environment: Any, num_processes: int, num_nodes: i
     return launcher(environment, num_processes, num_nodes)
 
 
+def refuse_ranks_of_mpi(environ: Mapping[str, str]) -> None:
+    """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own.
+
+    Raises:
+        ConfigError: several processes were started.
+    """
+    started = next((environ[name] for name in _OF_MPI if name in environ), "1")
+    if started != "1":
+        raise ConfigError(
+            f"`mpirun` has started {started} processes, but Lightning learns their ranks from `mpi4py` only, which "
+            "this environment does not have, or which is built for another MPI. Install it, or start the script with "
+            "`torchrun`."
+        )
+
+
 class SMPLauncherHooks(Host):
     """Subprocess launcher for the ranks of this machine."""
 
@@ -164,6 +183,7 @@ class SMPLauncherHooks(Host):
         """Start the other ranks, unless a cluster launcher has, then call ``function`` on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            refuse_ranks_of_mpi(os.environ)
             if trainer is not None:
                 trainer.strategy.refuse_before_start(trainer)
             self._call_children_scripts()

@@ -10,6 +10,7 @@ sums of gradients   an all-reduce among replicas, or a reduce-scatter in the sha
                     (MiCS, arXiv:2205.00119)
 gathers             an all-gather of each unit's parameters: with several stages once per step, otherwise in forward and
                     in backward of every microbatch
+additions           gradients of a microbatch are added to those before: two reads and a write of each element
 ==================  ===================================================================================================
 
 With a single stage, gathers and reduce-scatters overlap with the computation of other units, and sums with the backward
@@ -65,7 +66,7 @@ class StepSeconds(NamedTuple):
     gathers: float
     """Gathers of sharded parameters that no computation hides."""
     gradients: float
-    """Sums of gradients that no computation hides."""
+    """Additions over microbatches, and sums over ranks that no computation hides."""
     optimizer: float
 
     @property
@@ -83,6 +84,8 @@ class MemoryByCategory(NamedTuple):
     gathered: int
     """Gathered parameters and unreduced gradients."""
     activations: int
+    working: int
+    """Gradients on their way: that of the largest result, beside the one that is computed from it."""
 
     @property
     def total(self) -> int:
@@ -103,6 +106,11 @@ class MicrobatchCosts:
     """Policies of the units under `activation_checkpointing=all`."""
     split_bytes: Mapping[str, int]
     """Bytes that all-reduces of split layers sum in forward, by unit."""
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """Bytes of gradients on their way through a backward, at most."""
+        return 2 * max((value.nbytes for event in self.trace.events for value in event.outputs[:1]), default=0)
 
     @cached_property
     def kept(self) -> "_Totals":
@@ -220,7 +228,7 @@ def planned(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limi
     Raises:
         ConfigError: No partition fits the limit.
     """
-    limits = (memory_limit,) * layout.pp
+    limits = (memory_limit - costs.microbatch.working_bytes,) * layout.pp
     program = replace(_program_on(costs, layout, cluster), memory_limits=limits)
     config = SMPConfig.from_options(**layout.options)
     chunks = [1, 2] if layout.pp > 1 and 2 * layout.pp <= len(program.parameters) else [1]
@@ -277,6 +285,8 @@ def _estimate(
         alone, beside = 1 / max(1, len(costs.program.parameters)), passes * layout.microbatches
         gathers = max(gathers * alone, gathers - beside)
         gradients = max(gradients * alone, gradients - (beside if layout.dp_shard > 1 else totals.backward))
+    added = (layout.microbatches - 1) * elements * GRADIENT_ITEMSIZE
+    gradients += 3 * (added if layout.pp > 1 else added / layout.dp_shard) / cluster.device.machine.bytes_per_second
     if layout.tp > 1:
         nbytes = sum(costs.microbatch.split_bytes.values())
         sent["split layers"] = 2 * 2 * nbytes * layout.microbatches // layout.pp
@@ -289,7 +299,8 @@ def _estimate(
         gradients=gradients,
         optimizer=OPTIMIZER_PASSES * held.states / cluster.device.machine.bytes_per_second,
     )
-    memory = MemoryByCategory(held.parameter, held.gradient, held.optimizer, held.passing, activation_bytes)
+    working = costs.microbatch.working_bytes
+    memory = MemoryByCategory(held.parameter, held.gradient, held.optimizer, held.passing, activation_bytes, working)
     return Estimate(layout=layout, seconds=seconds, memory=memory, memory_limit=memory_limit, link_bytes=sent)
 
 

@@ -113,6 +113,26 @@ def test_an_error_of_ones_own_keeps_its_traceback():
     assert "in mine" in told
 
 
+def test_an_error_of_the_disk_is_told_once():
+    body = """
+        from smp_strategy.errors import CheckpointError
+        def save():
+            try:
+                try:
+                    open("/nowhere/at/all")
+                except OSError as error:
+                    raise CheckpointError(f"it was not saved: {error.strerror}") from error
+            except CheckpointError as error:
+                raise CheckpointError(str(error)) from error
+        save()
+    """
+    told = printed(body)
+    assert told.count("Traceback (most recent call last)") == 1
+    assert told.count("No such file or directory") == 1
+    assert "in save" in told
+    assert printed(body, SMP_FULL_TRACEBACK="1").count("Traceback (most recent call last)") == 3
+
+
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 3)])
 def test_a_long_story_is_told_by_the_rank_whose_it_is(local_rank, lines):
     body = """

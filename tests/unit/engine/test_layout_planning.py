@@ -99,7 +99,7 @@ def test_memory_and_time_are_those_of_the_partition(plans, layout):
         **{**layout.options, "pipeline_parallel_degree": layout.pp},
     )
     assert estimate.partition.stage_of == partition.stage_of
-    assert estimate.memory.total == max(stage.memory_bytes for stage in partition.stages)
+    assert estimate.memory.total - estimate.memory.working == max(stage.memory_bytes for stage in partition.stages)
     seconds = estimate.seconds
     alone = seconds.computation + seconds.recomputation + seconds.idle
     if layout.tp == 1:
@@ -115,6 +115,20 @@ def test_a_rough_estimate_of_one_stage_is_the_planned_one(plans):
         guess = rough(plans._costs_of(layout), layout, CLUSTER, 10**12)
         assert guess.seconds.total == pytest.approx(estimate.seconds.total, rel=0.05)
         assert guess.memory.total == pytest.approx(estimate.memory.total, rel=0.1)
+
+
+def test_gradients_of_later_microbatches_are_added_to_those_of_the_first(plans):
+    alone = replace(plans, cluster=Cluster.read("1xcpu"))
+    batches = [(1, 4), (2, 2), (4, 1)]
+    whole, halves, cut = (alone.estimate(JobLayout(1, 1, 1, 1, *each)).estimates[0].seconds for each in batches)
+    assert whole.gradients == 0 < halves.gradients
+    assert cut.gradients == pytest.approx(3 * halves.gradients)
+
+
+def test_a_result_has_two_gradients_at_a_time(plans):
+    one, two = (plans.estimate(JobLayout(1, 1, 1, 8, 2, samples)).estimates[0] for samples in (2, 4))
+    logits = max(value.nbytes for event in plans._surveyed(1).one.events for value in event.outputs)
+    assert (one.memory.working, two.memory.working) == (2 * 2 * logits, 2 * 4 * logits)
 
 
 def test_recomputation_costs_time_and_spares_memory(plans):

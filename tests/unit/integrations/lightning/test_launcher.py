@@ -3,6 +3,9 @@
 import sys
 from types import SimpleNamespace
 
+import pytest
+
+from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning import launcher as command
 
 
@@ -62,3 +65,10 @@ def test_a_module_is_run_as_a_module(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="pkg.__main__"))
     monkeypatch.setattr(command, "running_hydra_job", lambda: None)
     assert command.child_command(1)[0] == [sys.executable, "-m", "pkg", "x"]
+
+
+def test_ranks_that_mpirun_has_started_unnoticed_are_refused():
+    for alone in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}):
+        command.refuse_ranks_of_mpi(alone)
+    with pytest.raises(ConfigError, match="`mpirun` has started 8 processes"):
+        command.refuse_ranks_of_mpi({"PMI_SIZE": "8"})

@@ -1,0 +1,43 @@
+"""Ray Train starts the ranks, where Ray is installed (``pip install '.[ray]'``)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray.train")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray_train.py"
+
+
+def trained(storage: Path, *arguments: str) -> tuple[dict[str, float], str]:
+    """The last report of a run, and what it has printed."""
+    command = [sys.executable, str(SCRIPT), "--storage", str(storage), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def weights(report):
+    folder = Path(report["checkpoint"])
+    if (folder / "checkpoint.ckpt").exists():
+        return torch.load(folder / "checkpoint.ckpt", weights_only=True)["state_dict"]
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("door", ["lightning", "accelerate"])
+def test_workers_that_are_started_again_end_with_the_weights_of_a_run_without_failure(door, tmp_path):
+    whole, _ = trained(tmp_path / "whole", "--door", door)
+    again, told = trained(tmp_path / "again", "--door", door, "--fail-in-epoch", "1")
+    assert (tmp_path / "again" / "struck").exists()
+    assert "failed" in told
+    assert again["epoch"] == whole["epoch"] == 2
+    expected, actual = weights(whole), weights(again)
+    assert list(expected) == list(actual)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
