@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.planning.garbage import collecting_paused
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.local_search import LocalSearch
@@ -68,7 +69,7 @@ def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole
                 ends[graph.track(entry.kind, entry.segment), entry.microbatch] = free_at[stage]
                 filled[stage].append(entry)
                 if entry.kind == "I":
-                    owed[stage].append(entry._replace(kind="W"))
+                    owed[stage].append(graph.passes("W", entry.segment)[entry.microbatch])
                 moved = True
         assert moved, "the orders of a plan never wait for each other"
     return [[*order, *rest] for order, rest in zip(filled, owed, strict=True)]
@@ -108,6 +109,7 @@ class Losses(NamedTuple):
     """Standard deviation of the time of a pass, as a share of it."""
 
 
+@collecting_paused()
 def search(
     flow: Flow,
     num_microbatches: int,
