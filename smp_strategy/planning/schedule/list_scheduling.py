@@ -38,7 +38,7 @@ def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Schedul
     stages = [_StageQueue(graph, rules[stage], stage) for stage in range(graph.num_stages)]
     ends: list[list[float]] = [[] for _ in graph.needs]
     followers = _followers(graph)
-    best = [stage.choose(ends) for stage in stages]
+    best = [stage.choose() for stage in stages]
     # Choices that are not in `best` any more are passed over.
     heap = [choice for choice in best if choice is not None]
     heapify(heap)
@@ -48,29 +48,29 @@ def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Schedul
         if heap:
             choice = heappop(heap)
         else:
-            choices = [each for stage in stages if (each := stage.choose(ends, ignore_caps=True)) is not None]
+            choices = [each for stage in stages if (each := stage.choose(ignore_caps=True)) is not None]
             assert choices, "the segments of the flow wait for each other"
             choice = min(choices)
         microbatch = stages[choice.stage].run(choice, ends)
         # Only the stage itself and those that wait for this pass can have another choice now.
         changed = {choice.stage}
-        changed.update(
-            other for other, track in followers[choice.track] if stages[other].reached.get(track) == microbatch
-        )
+        for other, track in followers[choice.track]:
+            if stages[other].reached.get(track) == microbatch:
+                stages[other].look(track, ends)
+                changed.add(other)
         for stage in changed:
-            found = best[stage] = stages[stage].choose(ends)
+            found = best[stage] = stages[stage].choose()
             if found is not None:
                 heappush(heap, found)
     return [stage.order for stage in stages]
 
 
 def _followers(graph: StepGraph) -> list[list[tuple[int, int]]]:
-    """Tracks of other stages that wait for each track, with their stage."""
+    """Tracks that wait for each track, with their stage."""
     found: list[list[tuple[int, int]]] = [[] for _ in graph.needs]
     for track, needs in enumerate(graph.needs):
         for need, _ in needs:
-            if graph.stage_of(need) != graph.stage_of(track):
-                found[need].append((graph.stage_of(track), track))
+            found[need].append((graph.stage_of(track), track))
     return found
 
 
@@ -103,6 +103,9 @@ class _StageQueue:
                 self._add(index, segment)
             self._visits.append((visit[0], [t for t, kind in self._kinds.items() if t % len(graph.segments) in visit]))
         self.reached = dict.fromkeys(self._kinds, 0)
+        self._arrivals: dict[int, float | None] = {}
+        for track in self._kinds:
+            self.look(track, [[] for _ in graph.needs])
         self.num_left = graph.num_microbatches * len(self._kinds)
 
     def _add(self, visit: int, segment: int) -> None:
@@ -125,27 +128,31 @@ class _StageQueue:
                 for mb in range(graph.num_microbatches)
             ]
 
-    def choose(self, ends: list[list[float]], *, ignore_caps: bool = False) -> _Choice | None:
+    def look(self, track: int, ends: list[list[float]]) -> None:
+        """Note when the inputs of the next pass of ``track`` arrive, if they are known."""
+        microbatch = self.reached[track]
+        self._arrivals[track] = None
+        if microbatch == self._graph.num_microbatches:
+            return
+        arrival = 0.0
+        for need, delay in self._graph.needs[track]:
+            done = ends[need]
+            if len(done) <= microbatch:
+                return
+            arrival = max(arrival, done[microbatch] + delay)
+        self._arrivals[track] = arrival
+
+    def choose(self, *, ignore_caps: bool = False) -> _Choice | None:
         """The pass of highest priority whose inputs are known; ``None`` if there is none within the limits."""
         best: tuple[float, tuple[int, ...], float, int] | None = None
         full = () if ignore_caps else self._closed()
-        for track, microbatch in self.reached.items():
-            if microbatch == self._graph.num_microbatches or track in full:
+        for track, arrival in self._arrivals.items():
+            if arrival is None or track in full:
                 continue
-            start = self._free_at
-            for need, delay in self._graph.needs[track]:
-                done = ends[need]
-                if len(done) <= microbatch:
-                    break
-                if done[microbatch] + delay > start:
-                    start = done[microbatch] + delay
-            else:
-                late = start
-                if self._patience[track]:
-                    late += self._patience[track]
-                key = (late, self._ranks[track][microbatch], start, track)
-                if best is None or key < best:
-                    best = key
+            start = max(self._free_at, arrival)
+            key = (start + self._patience[track], self._ranks[track][self.reached[track]], start, track)
+            if best is None or key < best:
+                best = key
         return None if best is None else _Choice(best[2], best[1], self._stage, best[3])
 
     def _closed(self) -> list[int]:
@@ -171,4 +178,5 @@ class _StageQueue:
         microbatch = self.reached[choice.track]
         self.order.append(self._passes[choice.track][microbatch])
         self.reached[choice.track] = microbatch + 1
+        self.look(choice.track, ends)
         return microbatch

@@ -72,10 +72,12 @@ class LocalSearch:
 
     def _better(self, found: Timed, best: Timed) -> Timed:
         """The better one of ``best`` and ``found``, as it is or with whole backwards where no other pass intervenes."""
-        orders = found.row.orders
+        known = [(found.row.orders, found)]
         for everywhere in (True, False):
-            merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
-            best = self._scorer.better(merged, best)
+            orders = self._graph.merged(found.row.orders, everywhere=everywhere)
+            timed = next((timed for before, timed in known if before == orders), None) or self._follow(orders)
+            known.append((orders, timed))
+            best = self._scorer.better(timed, best)
         return best
 
     def _with_whole_backwards(self, best: Timed) -> Timed:

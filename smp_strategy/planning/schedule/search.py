@@ -236,17 +236,20 @@ def _simplest(graph: StepGraph, found: Sequence[SearchResult], improved: Mapping
         found: Plans of policies, the simpler ones first.
         improved: Better orders, with and without split backwards.
     """
-    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found]
-    better = {splits: SearchResult(each.policy, with_period(each.plan, graph)) for splits, each in improved.items()}
+    most = min(each.plan.makespan for each in (*found, *improved.values())) / (1 - NOTICEABLE)
+    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found if each.plan.makespan <= most]
+    better = {
+        splits: SearchResult(each.policy, with_period(each.plan, graph))
+        for splits, each in improved.items()
+        if each.plan.makespan <= most
+    }
     every = [*rated, *better.values()]
-    fastest = min(each.plan.makespan for each in every)
-    every = [each for each in every if each.plan.makespan * (1 - NOTICEABLE) <= fastest]
     fastest = min(_in_a_row(each.plan) for each in every)
     best = next(each for each in every if _in_a_row(each.plan) * (1 - NOTICEABLE) <= fastest)
     # A better order is no less simple if it splits backwards only where the policy does.
     other = better.get(best.policy.splits_backward, best)
     is_worth_it = _in_a_row(other.plan) < _in_a_row(best.plan) * (1 - NEGLIGIBLE)
-    return SearchResult(best.policy, other.plan) if other in every and is_worth_it else best
+    return SearchResult(best.policy, other.plan) if is_worth_it else best
 
 
 def _in_a_row(plan: Plan) -> float:
