@@ -173,6 +173,7 @@ class FlatBuffer:
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat gradient buffer."""
+        found: dict[int, Tensor] = {}
         for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
             if not self.is_trained:
                 _refuse_gradient(parameter, slot)
@@ -183,7 +184,15 @@ class FlatBuffer:
                     raise UnsupportedError(
                         f"The gradient of `{slot.entry.names[0]}` is sparse, and shards are dense: use `sparse=False`."
                     )
-                self._collect(number, gradient)
+                found[number] = gradient
+        if not found:
+            return
+        full, slots = self._gradient_buffer(), self.layout.slots
+        for is_there, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
+            if numbers := [number for number in found if self._has_gradient[number] == is_there]:
+                put([view(full, slots[number]) for number in numbers], [found[number] for number in numbers])
+        for number in found:
+            self._has_gradient[number] = self._is_used[number] = True
 
     def reduce(self, factor: float) -> None:
         """Begin to reduce-scatter the gradients, each rank's multiplied by its ``factor``, onto earlier ones."""
@@ -192,11 +201,10 @@ class FlatBuffer:
             return
         self.wait_reduced()
         full = self._gradient_buffer()
-        for slot, is_there in zip(self.layout.slots, self._has_gradient, strict=True):
-            if not is_there:
-                view(full, slot).zero_()
-        for start, stop in self.layout.padding:
-            full[start:stop].zero_()
+        there = zip(self.layout.slots, self._has_gradient, strict=True)
+        empty = [view(full, slot) for slot, is_there in there if not is_there]
+        if empty := [*empty, *(full[start:stop] for start, stop in self.layout.padding)]:
+            torch._foreach_zero_(empty)
         if factor != 1.0:
             full.mul_(factor)
         self._collected = None
@@ -422,14 +430,6 @@ class FlatBuffer:
         self._is_gathered = False
         if not self.layout.is_persistent:
             self._full.untyped_storage().resize_(0)
-
-    def _collect(self, number: int, gradient: Tensor) -> None:
-        place = view(self._gradient_buffer(), self.layout.slots[number])
-        if self._has_gradient[number]:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-        self._has_gradient[number] = self._is_used[number] = True
 
     def _gradient_buffer(self) -> Tensor:
         if self._collected is None:
