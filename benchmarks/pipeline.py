@@ -67,7 +67,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.model.annotations import set_partition
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import ScheduledPass, StepGraph
@@ -365,8 +365,7 @@ def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan, steps: int)
         ]
         for stage, do in enumerate(plan.stages)
     ]
-    _, row = graph.follow_in_a_row(orders, steps)
-    return end_of(row) / steps
+    return graph.follow_in_a_row(orders, steps).end / steps
 
 
 def optimum(setting: Setting, steps: int) -> float:

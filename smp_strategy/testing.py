@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.torch_private import default_group
+from smp_strategy.planning.garbage import collecting_paused
 
 __all__ = ["collecting_paused", "free_port", "run_ranks"]
 
@@ -53,21 +54,6 @@ def free_port() -> int:
             except OSError:  # taken
                 continue
             return port
-
-
-@contextlib.contextmanager
-def collecting_paused() -> Iterator[None]:
-    """Context in which a process forks; the child freezes what it has inherited, and collects garbage from then on.
-
-    A collection before that would end garbage of the parent, perhaps with threads that the child does not have.
-    """
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
@@ -108,6 +94,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             arguments = (fn, args, rank, world_size, port, folder, timeout, theirs)
             processes.append(context.Process(target=_rank_main, args=arguments))
             connections.append(ours)
+            # The child freezes what it has inherited, and collects garbage from then on. A collection before that
+            # would end garbage of the parent, perhaps with threads that the child does not have.
             with collecting_paused():
                 processes[-1].start()
             theirs.close()

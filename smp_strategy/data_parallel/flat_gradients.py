@@ -99,6 +99,7 @@ class FlatGradients:
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat buffer."""
+        found: dict[int, Tensor] = {}
         for number, (parameter, slot) in enumerate(zip(self._parameters, self._layout.slots, strict=True)):
             if not self.is_trained:
                 _refuse_gradient(parameter, slot)
@@ -109,7 +110,15 @@ class FlatGradients:
                     raise UnsupportedError(
                         f"The gradient of `{slot.entry.names[0]}` is sparse, and shards are dense: use `sparse=False`."
                     )
-                self._collect(number, gradient)
+                found[number] = gradient
+        if not found:
+            return
+        full, slots = self._buffer(), self._layout.slots
+        for is_there, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
+            if numbers := [number for number in found if self._is_collected[number] == is_there]:
+                put([view(full, slots[number]) for number in numbers], [found[number] for number in numbers])
+        for number in found:
+            self._is_collected[number] = self._is_used[number] = True
 
     def reduce(self, factor: float) -> None:
         """Begin to reduce-scatter the gradients, each rank's multiplied by its ``factor``, onto earlier ones."""
@@ -118,11 +127,10 @@ class FlatGradients:
             return
         self.wait()
         full = self._buffer()
-        for slot, is_there in zip(self._layout.slots, self._is_collected, strict=True):
-            if not is_there:
-                view(full, slot).zero_()
-        for start, stop in self._layout.padding:
-            full[start:stop].zero_()
+        there = zip(self._layout.slots, self._is_collected, strict=True)
+        empty = [view(full, slot) for slot, is_there in there if not is_there]
+        if empty := [*empty, *(full[start:stop] for start, stop in self._layout.padding)]:
+            torch._foreach_zero_(empty)
         if factor != 1.0:
             full.mul_(factor)
         self._collected = None
@@ -176,14 +184,6 @@ class FlatGradients:
     def move_out(self) -> list[ShardedGradient | None]:
         """Remove the gradients that the resting parameters have, and return them."""
         return [_moved_out(parameter) for parameter in self._parameters]
-
-    def _collect(self, number: int, gradient: Tensor) -> None:
-        place = view(self._buffer(), self._layout.slots[number])
-        if self._is_collected[number]:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-        self._is_collected[number] = self._is_used[number] = True
 
     def _buffer(self) -> Tensor:
         if self._collected is None:

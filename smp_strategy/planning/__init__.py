@@ -10,6 +10,7 @@ In reading order:
 * ``activation_budget/``: which units recompute or offload activations, so that stages fit their memory limits.
 * ``planner``: joins them: the cost of a candidate partition is the simulated time of a step under a schedule.
 * ``layouts/``: degrees of parallelism that train a model fastest on a cluster; ``smp plan``.
+* ``garbage``: no garbage is collected during a search.
 * ``output_file``: atomic writes of partition files and reports.
 
 All decisions are functions of plain data, equal on every rank. ``smp_strategy.engine.decide`` calls the planner, and

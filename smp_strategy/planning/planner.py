@@ -19,6 +19,8 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
+from smp_strategy.planning.garbage import collecting_paused
+from smp_strategy.planning.partition.branch_and_bound import Evaluate
 from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
 from smp_strategy.planning.partition.problem import (
     HeldBytes,
@@ -96,6 +98,7 @@ def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Poli
     return found or [Policy("1f1b", config.chunks_per_stage or 1, config.active_microbatches)]
 
 
+@collecting_paused()
 def best_partition(
     config: SMPConfig, program: PlanningInput, num_stages: int, *, policies: Sequence[Policy] | None = None
 ) -> Partition:
@@ -111,18 +114,24 @@ def best_partition(
         ConfigError: there are more chunks than units, or nothing fits the limits of memory.
     """
     policies = policies or policies_of(config, num_stages, len(program.parameters))
+    scores: dict[object, Score] = {}
     if len(policies) > 1:
-        first_look = _attempts(config, program, num_stages, policies, QUICK)
+        first_look = _attempts(config, program, num_stages, policies, QUICK, scores)
         finalists = sorted(first_look, key=lambda policy: first_look[policy].step_seconds)[:MOST_FINALISTS]
         policies = [policy for policy in policies if policy in finalists]
-    found = _attempts(config, program, num_stages, policies, None)
+    found = _attempts(config, program, num_stages, policies, None, scores)
     return _simplest(found.values())
 
 
 def _attempts(
-    config: SMPConfig, program: PlanningInput, num_stages: int, policies: Sequence[Policy], budget: int | None
+    config: SMPConfig,
+    program: PlanningInput,
+    num_stages: int,
+    policies: Sequence[Policy],
+    budget: int | None,
+    scores: dict[object, Score],
 ) -> dict[Policy, Partition]:
-    """The best partition under each policy that has a feasible one."""
+    """The best partition under each policy that has a feasible one. ``scores`` keeps what has been simulated."""
     found: dict[Policy, Partition] = {}
     # Choosing recomputation or offload for a candidate costs several simulations.
     effort = EFFORT // SIMULATIONS_PER_CHOICE if program.relief.free else EFFORT
@@ -130,7 +139,7 @@ def _attempts(
     known: dict[object, Mapping[str, int]] = {}
     for policy in policies:
         problem = problem_under(config, program, num_stages, policy)
-        evaluate = partial(simulated, program, problem, policy)
+        evaluate = _once(partial(simulated, program, problem, policy), policy, scores)
         if budget is not None and policy.layout in known:
             stage_of = known[policy.layout]
             score = evaluate(stage_of)
@@ -150,6 +159,19 @@ def _attempts(
     return found
 
 
+def _once(evaluate: Evaluate, policy: Policy, scores: dict[object, Score]) -> Evaluate:
+    """``evaluate`` under ``policy``, once for each assignment of units."""
+
+    def score(stage_of: Mapping[str, int]) -> Score:
+        key = (policy, frozenset(stage_of.items()))
+        if key not in scores:
+            scores[key] = evaluate(stage_of)
+        return scores[key]
+
+    return score
+
+
+@collecting_paused()
 def as_given(config: SMPConfig, program: PlanningInput, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
     """Evaluate a given assignment of units to stages, under the policy that suits it best.
 

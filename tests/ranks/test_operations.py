@@ -9,7 +9,7 @@ from benchmarks.operations import CASES, compare
 
 # Most operations and bytes: of one rank, of two stages together with their messages, of a rank with split layers (whose
 # weights and gradients are halves), and of a rank with shards or replicas, which gathers and sums.
-MOST = {"one": (1.02, 1.001), "pp2": (1.05, 1.01), "tp2": (1.04, 0.78), "dp2": (1.08, 1.2), "sdp2": (1.25, 1.6)}
+MOST = {"one": (1.02, 1.001), "pp2": (1.05, 1.01), "tp2": (1.04, 0.78), "dp2": (1.06, 1.19), "sdp2": (1.02, 1.46)}
 PRECISIONS = {"one": ("fp32", "bf16-true", "bf16-true, gradients too", "bf16 on masters"), "pp2": ("fp32", "bf16-true")}
 
 

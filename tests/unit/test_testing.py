@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from smp_strategy.testing import collecting_paused, run_ranks
+from smp_strategy.testing import run_ranks
 
 
 class Garbage:
@@ -37,9 +37,3 @@ def test_ranks_leave_the_garbage_of_their_parent_alone(no_collection, tmp_path):
     assert not any(tmp_path.iterdir())
     gc.collect()
     assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
-
-
-def test_nothing_is_collected_while_a_process_forks():
-    with collecting_paused():
-        assert not gc.isenabled()
-    assert gc.isenabled()

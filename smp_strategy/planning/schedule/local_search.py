@@ -68,14 +68,16 @@ class LocalSearch:
             improved = self._descend(timed)
             if improved is not None:
                 best = self._better(improved, best)
-        return self._with_whole_backwards(best).plan
+        return self._graph.plan_of(self._with_whole_backwards(best).row)
 
     def _better(self, found: Timed, best: Timed) -> Timed:
         """The better one of ``best`` and ``found``, as it is or with whole backwards where no other pass intervenes."""
-        orders = self._graph.orders_of(found.plan)
+        known = [(found.row.orders, found)]
         for everywhere in (True, False):
-            merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
-            best = self._scorer.better(merged, best)
+            orders = self._graph.merged(found.row.orders, everywhere=everywhere)
+            timed = next((timed for before, timed in known if before == orders), None) or self._follow(orders)
+            known.append((orders, timed))
+            best = self._scorer.better(timed, best)
         return best
 
     def _with_whole_backwards(self, best: Timed) -> Timed:
@@ -83,7 +85,7 @@ class LocalSearch:
 
         The first backwards of a segment become whole, the last ones stay split: see [Note: order of sums].
         """
-        orders = self._graph.orders_of(best.plan)
+        orders = best.row.orders
         self._passes_left = MOST_PASSES * self._scorer.steps  # a budget of its own
         for stage, order in enumerate(orders):
             for segment in sorted({entry.segment for entry in order if entry.kind == "W"}):
@@ -92,8 +94,8 @@ class LocalSearch:
                         return best
                     whole = self._graph.whole(orders[stage], segment, count)
                     after = self._follow([*orders[:stage], whole, *orders[stage + 1 :]])
-                    if after.end <= best.end and not after.is_late and self._scorer.allows(after.plan):
-                        best, orders = after, self._graph.orders_of(after.plan)
+                    if after.end <= best.end and not after.is_late and self._scorer.allows(after):
+                        best, orders = after, after.row.orders
                         break
         return best
 
@@ -104,8 +106,8 @@ class LocalSearch:
             The best plan on the way; ``None`` if the one of ``start`` exceeds the limits.
         """
         now = best = start
-        orders = self._graph.orders_of(now.plan)
-        if not self._scorer.allows(now.plan):
+        orders = now.row.orders
+        if not self._scorer.allows(now):
             return None
         moved: list[ScheduledPass] = []
         since = 0
@@ -116,12 +118,12 @@ class LocalSearch:
                     break
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
                 is_better = neighbour.end < best.end * (1 - TOLERANCE)  # aspiration: a new best overrides the tabu
-                if (is_better or entry not in moved[-TABU_MOVES:]) and self._scorer.allows(neighbour.plan):
+                if (is_better or entry not in moved[-TABU_MOVES:]) and self._scorer.allows(neighbour):
                     options.append((neighbour.end, len(options), neighbour, entry))
             if not options:
                 break
             _, _, now, entry = min(options, key=lambda option: option[:2])
-            orders = self._graph.orders_of(now.plan)  # not the moved ones: a deadlock may have been repaired
+            orders = now.row.orders  # not the moved ones: a deadlock may have been repaired
             moved.append(entry)
             since += 1
             if now.end < best.end * (1 - TOLERANCE):
@@ -149,7 +151,7 @@ class LocalSearch:
 
     def _critical_path(self, timed: Timed, orders: list[list[ScheduledPass]]) -> list[tuple[int, int]]:
         """Stage and position in the row of the passes on the critical path, up to the last one."""
-        graph, row = self._graph, timed.row
+        graph, row = self._graph, timed.row.times
         places: dict[tuple[int, int], tuple[int, int]] = {}
         for stage, order in enumerate(orders):
             for position, (kind, segment, microbatch) in enumerate(order):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from smp_strategy.pipeline.action_order import peak_microbatches
-from smp_strategy.pipeline.schedule import Plan, Times, end_of
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
-from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
+from smp_strategy.planning.schedule.step_graph import Orders, SimulatedRow, StepGraph
 
 __all__ = ["TOLERANCE", "PlanScorer", "Limits", "Timed", "excess"]
 
@@ -29,6 +29,11 @@ class Limits(NamedTuple):
     horizon: int
     """Actions by which copies from host memory come ahead of their use."""
 
+    @property
+    def are_none(self) -> bool:
+        """Whether every plan keeps to the limits."""
+        return self.active_microbatches is None and all(limit is None for limit in self.most_bytes)
+
     def hold(self, plan: Plan, flow: Flow) -> bool:
         """Whether ``plan`` keeps to the limits."""
         active = self.active_microbatches
@@ -45,11 +50,9 @@ def excess(plan: Plan, flow: Flow, limits: Limits) -> int:
 
 
 class Timed(NamedTuple):
-    """A plan with the times of its repetition."""
+    """Steps in a row with their score."""
 
-    plan: Plan
-    row: Times
-    """Spans of all actions of the steps in a row."""
+    row: SimulatedRow
     end: float
     """End of the row, plus a penalty for every step if a single one misses the deadline."""
     is_late: bool
@@ -93,15 +96,15 @@ class PlanScorer:
 
     def timed(self, orders: Orders) -> Timed:
         """Simulation of ``orders``; orders that would deadlock are repaired first."""
-        plan, row = self.graph.follow_in_a_row(orders, self.steps)
-        late = plan.makespan - self._latest if self._latest < math.inf else 0.0
-        return Timed(plan, row, end_of(row) + self.steps * max(0.0, late), late > 0)
+        row = self.graph.follow_in_a_row(orders, self.steps)
+        late = row.makespan - self._latest if self._latest < math.inf else 0.0
+        return Timed(row, row.end + self.steps * max(0.0, late), late > 0)
 
-    def allows(self, plan: Plan) -> bool:
-        """Whether ``plan`` keeps to the limits."""
-        return self._limits.hold(plan, self._flow)
+    def allows(self, timed: Timed) -> bool:
+        """Whether each step keeps to the limits."""
+        return self._limits.are_none or self._limits.hold(self.graph.plan_of(timed.row), self._flow)
 
     def better(self, one: Timed, other: Timed) -> Timed:
         """``one`` if it is allowed and better than ``other``, else ``other``."""
         is_better = one.end < other.end * (1 - TOLERANCE) and not one.is_late
-        return one if is_better and self.allows(one.plan) else other
+        return one if is_better and self.allows(one) else other

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.planning.garbage import collecting_paused
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.local_search import LocalSearch
@@ -68,7 +69,7 @@ def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole
                 ends[graph.track(entry.kind, entry.segment), entry.microbatch] = free_at[stage]
                 filled[stage].append(entry)
                 if entry.kind == "I":
-                    owed[stage].append(entry._replace(kind="W"))
+                    owed[stage].append(graph.passes("W", entry.segment)[entry.microbatch])
                 moved = True
         assert moved, "the orders of a plan never wait for each other"
     return [[*order, *rest] for order, rest in zip(filled, owed, strict=True)]
@@ -108,6 +109,7 @@ class Losses(NamedTuple):
     """Standard deviation of the time of a pass, as a share of it."""
 
 
+@collecting_paused()
 def search(
     flow: Flow,
     num_microbatches: int,
@@ -234,17 +236,20 @@ def _simplest(graph: StepGraph, found: Sequence[SearchResult], improved: Mapping
         found: Plans of policies, the simpler ones first.
         improved: Better orders, with and without split backwards.
     """
-    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found]
-    better = {splits: SearchResult(each.policy, with_period(each.plan, graph)) for splits, each in improved.items()}
+    most = min(each.plan.makespan for each in (*found, *improved.values())) / (1 - NOTICEABLE)
+    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found if each.plan.makespan <= most]
+    better = {
+        splits: SearchResult(each.policy, with_period(each.plan, graph))
+        for splits, each in improved.items()
+        if each.plan.makespan <= most
+    }
     every = [*rated, *better.values()]
-    fastest = min(each.plan.makespan for each in every)
-    every = [each for each in every if each.plan.makespan * (1 - NOTICEABLE) <= fastest]
     fastest = min(_in_a_row(each.plan) for each in every)
     best = next(each for each in every if _in_a_row(each.plan) * (1 - NOTICEABLE) <= fastest)
     # A better order is no less simple if it splits backwards only where the policy does.
     other = better.get(best.policy.splits_backward, best)
     is_worth_it = _in_a_row(other.plan) < _in_a_row(best.plan) * (1 - NEGLIGIBLE)
-    return SearchResult(best.policy, other.plan) if other in every and is_worth_it else best
+    return SearchResult(best.policy, other.plan) if is_worth_it else best
 
 
 def _in_a_row(plan: Plan) -> float:

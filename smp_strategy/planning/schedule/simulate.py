@@ -11,15 +11,15 @@ the order of a single process that accumulates over the same microbatches, which
 The simulated order is a topological order of the dependency graph, so stages that follow it cannot deadlock.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.published import one_forward_one_backward, zero_bubble, zero_bubble_v
-from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
+from smp_strategy.planning.schedule.step_graph import Orders, SimulatedRow, StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import STEPS
 
 __all__ = ["NEGLIGIBLE", "SPLIT_OVERHEAD", "simulate"]
@@ -60,34 +60,34 @@ def simulate(
     """
     graph = StepGraph(flow, num_microbatches, link, split_overhead)
     enough = (1 + GOOD_ENOUGH) * graph.least_makespan(splits=policy.splits_backward, at_once=False)
-    best: Plan | None = None
+    best: SimulatedRow | None = None
     for orders in _proposals(graph, policy):
-        plan = graph.follow(graph.merged(orders, everywhere=False) if policy.splits_backward else orders)
-        if best is None or plan.makespan < best.makespan * (1 - NEGLIGIBLE):
-            best = plan
+        row = graph.follow_in_a_row(graph.merged(orders, everywhere=False) if policy.splits_backward else orders, 1)
+        if best is None or row.makespan < best.makespan * (1 - NEGLIGIBLE):
+            best = row
         if best.makespan <= enough:
             break
     assert best is not None
-    if not policy.splits_backward:
-        return best
-    stages = list(range(graph.num_stages))
-    groups = [stages, *([stage] for stage in stages if thorough)]
-    for group in groups:
-        best = _with_whole_backwards(graph, best, group)
+    return graph.plan_of(_with_whole_backwards(graph, best, thorough=thorough) if policy.splits_backward else best)
+
+
+def _with_whole_backwards(graph: StepGraph, best: SimulatedRow, *, thorough: bool) -> SimulatedRow:
+    """``best`` with whole backwards on all stages, and then stage by stage, where that makes neither a single step nor
+    steps in a row longer."""
+    merged = graph.merged(best.orders, everywhere=True)
+    stages = range(graph.num_stages)
+    in_a_row: SimulatedRow | None = None
+    for group in [stages, *([stage] for stage in stages if thorough)]:
+        if all(len(merged[stage]) == len(best.orders[stage]) for stage in group):
+            continue
+        in_a_row = in_a_row or graph.follow_in_a_row(best.orders, STEPS)
+        whole = graph.follow_in_a_row(
+            [merged[stage] if stage in group else order for stage, order in enumerate(best.orders)], STEPS
+        )
+        if whole.makespan <= best.makespan and whole.end <= in_a_row.end:
+            best = in_a_row = whole
+            merged = graph.merged(best.orders, everywhere=True)
     return best
-
-
-def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -> Plan:
-    """``plan`` with whole backwards on ``stages``, unless that makes a single step or steps in a row longer."""
-    orders = graph.orders_of(plan)
-    merged = graph.merged(orders, everywhere=True)
-    if all(len(merged[stage]) == len(orders[stage]) for stage in stages):
-        return plan
-    _, row = graph.follow_in_a_row(orders, STEPS)
-    whole, row_of_whole = graph.follow_in_a_row(
-        [merged[stage] if stage in stages else order for stage, order in enumerate(orders)], STEPS
-    )
-    return whole if whole.makespan <= plan.makespan and end_of(row_of_whole) <= end_of(row) else plan
 
 
 def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:

@@ -9,15 +9,16 @@ repaired: the pass that can start first goes first.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.schedule import Action, Plan, Times
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.published import ChunkPass
 
-__all__ = ["ScheduledPass", "Orders", "StepGraph"]
+__all__ = ["Orders", "PassKind", "SimulatedRow", "ScheduledPass", "StepGraph"]
 
 # [Note: order of sums]
 # Whole backwards (B) and weight gradients (W) of a segment add to the same gradients. Floating point sums depend on the
@@ -28,11 +29,13 @@ __all__ = ["ScheduledPass", "Orders", "StepGraph"]
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
 
+PassKind = Literal["F", "B", "I", "W"]
+
 
 class ScheduledPass(NamedTuple):
     """One pass in the order of a stage."""
 
-    kind: Literal["F", "B", "I", "W"]
+    kind: PassKind
     segment: int
     """Index among all segments."""
     microbatch: int
@@ -91,7 +94,8 @@ class StepGraph:
             ]
             for kind, costs in self._costs.items()
         }
-        self._actions: dict[ScheduledPass, Action] = {}
+        # A search makes thousands of orders of the same passes, so each pass is one object.
+        self._passes: dict[tuple[str, int], list[ScheduledPass]] = {}
         self._ancestors = [-1] * len(self.segments)
         self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
 
@@ -126,13 +130,13 @@ class StepGraph:
         """Numbers of microbatches for a search by halving: all, half of them, and so on down to one."""
         return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
 
-    def action_of(self, entry: ScheduledPass) -> Action:
-        """The action that stands for ``entry`` in a plan."""
-        action = self._actions.get(entry)
-        if action is None:
-            action = Action(entry.kind, entry.microbatch, self.segments[entry.segment].number)
-            self._actions[entry] = action
-        return action
+    def passes(self, kind: PassKind, segment: int) -> list[ScheduledPass]:
+        """Passes of all microbatches."""
+        found = self._passes.get((kind, segment))
+        if found is None:
+            found = [ScheduledPass(kind, segment, microbatch) for microbatch in range(self.num_microbatches)]
+            self._passes[kind, segment] = found
+        return found
 
     def track(self, kind: str, segment: int) -> int:
         """The track of a pass."""
@@ -211,7 +215,7 @@ class StepGraph:
     def orders_of(self, plan: Plan) -> list[list[ScheduledPass]]:
         """Orders of passes in ``plan``."""
         return [
-            [ScheduledPass(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
+            [self.passes(action.kind, self.of_stage[stage][action.segment])[action.microbatch] for action in actions]
             for stage, actions in enumerate(plan.stages)
         ]
 
@@ -252,13 +256,13 @@ class StepGraph:
         order: list[ScheduledPass] = []
         for kind, chunk, microbatch in table:
             if kind == "F":
-                order += [ScheduledPass("F", number, microbatch) for number in chunks[chunk]]
+                order += [self.passes("F", number)[microbatch] for number in chunks[chunk]]
                 continue
             if kind != "W" and chunk == len(chunks) - 1:
-                order += [ScheduledPass("F", number, microbatch) for number in readings]
+                order += [self.passes("F", number)[microbatch] for number in readings]
             for number in reversed(chunks[chunk]):
                 if self.has_backward[number] and (self.can_split[number] or kind != "W"):
-                    order.append(ScheduledPass(kind if self.can_split[number] else "B", number, microbatch))
+                    order.append(self.passes(kind if self.can_split[number] else "B", number)[microbatch])
         return order
 
     def parted(self, order: Sequence[ScheduledPass], *, num_whole: int = 0) -> list[ScheduledPass]:
@@ -270,8 +274,9 @@ class StepGraph:
         """
         result: list[ScheduledPass] = []
         for entry in order:
-            if entry.microbatch >= num_whole and entry.kind == "B" and self.can_split[entry.segment]:
-                result += [entry._replace(kind="I"), entry._replace(kind="W")]
+            kind, segment, microbatch = entry
+            if microbatch >= num_whole and kind == "B" and self.can_split[segment]:
+                result += [self.passes("I", segment)[microbatch], self.passes("W", segment)[microbatch]]
             else:
                 result.append(entry)
         return result
@@ -281,7 +286,7 @@ class StepGraph:
         result = []
         for entry in order:
             if entry.segment == segment and entry.microbatch < count and entry.kind in "IW":
-                result += [entry._replace(kind="B")] * (entry.kind == "I")
+                result += [self.passes("B", segment)[entry.microbatch]] * (entry.kind == "I")
             else:
                 result.append(entry)
         return result
@@ -321,13 +326,14 @@ class StepGraph:
         for order in orders:
             merged: list[ScheduledPass] = []
             for entry in order:
-                before = merged[-1] if merged else None
+                kind, segment, microbatch = entry
                 if (
-                    entry.kind == "W"
-                    and before == ScheduledPass("I", entry.segment, entry.microbatch)
-                    and (everywhere or self.track("I", entry.segment) not in awaited)
+                    kind == "W"
+                    and merged
+                    and merged[-1] == ("I", segment, microbatch)
+                    and (everywhere or self.track("I", segment) not in awaited)
                 ):
-                    merged[-1] = ScheduledPass("B", entry.segment, entry.microbatch)
+                    merged[-1] = self.passes("B", segment)[microbatch]
                 else:
                     merged.append(entry)
             result.append(merged)
@@ -341,25 +347,48 @@ class StepGraph:
 
     def follow(self, orders: Orders) -> Plan:
         """Plan of stages that run their passes in the given orders, each as early as possible."""
-        return self.follow_in_a_row(orders, 1)[0]
+        return self.plan_of(self.follow_in_a_row(orders, 1))
 
-    def follow_in_a_row(self, orders: Orders, steps: int) -> tuple[Plan, Times]:
-        """The same for ``steps`` steps in a row: a stage begins a step when it has ended the one before.
-
-        Returns:
-            The plan of a single step, and the spans of each stage in all steps.
-        """
+    def follow_in_a_row(self, orders: Orders, steps: int) -> "SimulatedRow":
+        """The same for ``steps`` steps in a row: a stage begins a step when it has ended the one before."""
         clock = _Clock(self, orders, [0.0] * self.num_stages)
         clock.run()
-        action_of = self.action_of
-        actions = tuple([tuple(map(action_of, order)) for order in clock.orders])
-        plan = Plan(actions, tuple(map(tuple, clock.times)))
-        row = clock.times
+        makespan, times = max(clock.free_at, default=0.0), clock.times
         for _ in range(1, steps):
             clock = _Clock(self, clock.orders, clock.free_at)
             clock.run()
-            row = [before + after for before, after in zip(row, clock.times, strict=True)]
-        return plan, tuple(map(tuple, row))
+            times = [before + after for before, after in zip(times, clock.times, strict=True)]
+        return SimulatedRow(clock.orders, times, makespan, max(clock.free_at, default=0.0))
+
+    def plan_of(self, row: "SimulatedRow") -> Plan:
+        """The first step of ``row`` as a plan."""
+        numbers = [segment.number for segment in self.segments]
+        count = self.num_microbatches
+        actions = [
+            tuple([_actions(kind, numbers[segment], count)[microbatch] for kind, segment, microbatch in order])
+            for order in row.orders
+        ]
+        times = [tuple(spans[: len(order)]) for spans, order in zip(row.times, row.orders, strict=True)]
+        return Plan(tuple(actions), tuple(times))
+
+
+class SimulatedRow(NamedTuple):
+    """Steps in a row as they are simulated."""
+
+    orders: list[list[ScheduledPass]]
+    """Passes of each stage in a step; deadlocks are repaired."""
+    times: list[list[tuple[float, float]]]
+    """Spans of each stage in all steps."""
+    makespan: float
+    """End of the first step."""
+    end: float
+    """End of the last step."""
+
+
+@lru_cache(maxsize=64)
+def _actions(kind: PassKind, segment: int, num_microbatches: int) -> list[Action]:
+    """Actions of all microbatches."""
+    return [Action(kind, microbatch, segment) for microbatch in range(num_microbatches)]
 
 
 @final
@@ -373,43 +402,42 @@ class _Clock:
         self.free_at = list(free_at)
         self.times: list[list[tuple[float, float]]] = [[] for _ in range(graph.num_stages)]
         self._ends: list[list[float | None]] = [[None] * graph.num_microbatches for _ in graph.needs]
+        self._waiting: list[list[int]] = [[] for _ in graph.needs]
 
     def run(self) -> None:
         """Run all passes."""
-        while not self._is_done:
-            moved = [self._advance(stage) for stage in range(self._graph.num_stages)]
-            if not any(moved):
-                self._repair()
+        self._advance(list(range(self._graph.num_stages)))
+        while any(reached < len(order) for reached, order in zip(self._reached, self.orders, strict=True)):
+            self._advance([self._repair()])
 
-    @property
-    def _is_done(self) -> bool:
-        return all(reached == len(order) for reached, order in zip(self._reached, self.orders, strict=True))
-
-    def _advance(self, stage: int) -> bool:
-        """Run passes of ``stage`` until one has to wait; whether any ran."""
-        order, first, free_at = self.orders[stage], self._reached[stage], self.free_at[stage]
+    def _advance(self, stages: list[int]) -> None:
+        """Run ``stages``, and those that wait for them, until all have to wait."""
         # Hot loop: it runs for every pass of every simulated schedule.
-        tables, ends, times = self._graph.tables, self._ends, self.times[stage]
-        reached = first
-        while reached < len(order):
-            kind, segment, microbatch = order[reached]
-            cost, track, needs = tables[kind][segment]
-            start = free_at
-            for need, delay in needs:
-                end = ends[need][microbatch]
-                if end is None:
-                    break
-                if end + delay > start:
-                    start = end + delay
-            else:
-                free_at = start + cost
-                ends[track][microbatch] = free_at
-                times.append((start, free_at))
-                reached += 1
-                continue
-            break
-        self._reached[stage], self.free_at[stage] = reached, free_at
-        return reached > first
+        tables, ends, waiting = self._graph.tables, self._ends, self._waiting
+        while stages:
+            stage = stages.pop()
+            order, times, free_at = self.orders[stage], self.times[stage], self.free_at[stage]
+            for position in range(self._reached[stage], len(order)):
+                kind, segment, microbatch = order[position]
+                cost, track, needs = tables[kind][segment]
+                start = free_at
+                for need, delay in needs:
+                    end = ends[need][microbatch]
+                    if end is None:
+                        waiting[need].append(stage)
+                        break
+                    if end + delay > start:
+                        start = end + delay
+                else:
+                    free_at = start + cost
+                    ends[track][microbatch] = free_at
+                    times.append((start, free_at))
+                    if waiting[track]:
+                        stages += waiting[track]
+                        waiting[track] = []
+                    continue
+                break
+            self._reached[stage], self.free_at[stage] = len(times), free_at
 
     def _ready(self, entry: ScheduledPass) -> float | None:
         """Time at which all inputs of a pass have arrived; ``None`` while one is not produced yet."""
@@ -423,8 +451,8 @@ class _Clock:
                 ready = end + delay
         return ready
 
-    def _repair(self) -> None:
-        """Resolve a deadlock: move up the pass that can start first."""
+    def _repair(self) -> int:
+        """Resolve a deadlock: move up the pass that can start first. Returns its stage."""
         found: list[tuple[float, int, int]] = []
         for stage, order in enumerate(self.orders):
             seen: set[int] = set()
@@ -440,6 +468,7 @@ class _Clock:
         _, stage, position = min(found)
         order = self.orders[stage]
         order.insert(self._reached[stage], order.pop(position))
+        return stage
 
 
 def _mask(numbers: Sequence[int]) -> int:

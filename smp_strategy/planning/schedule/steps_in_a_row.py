@@ -11,7 +11,7 @@ takes as long as a single one.
 
 from dataclasses import replace
 
-from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.step_graph import StepGraph
 
 __all__ = ["STEPS", "with_period"]
@@ -27,5 +27,5 @@ def with_period(plan: Plan, graph: StepGraph) -> Plan:
         plan: Schedule of a single step.
         graph: Passes of that step.
     """
-    _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
-    return replace(plan, period=(end_of(row) - plan.makespan) / (STEPS - 1))
+    row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
+    return replace(plan, period=(row.end - row.makespan) / (STEPS - 1))

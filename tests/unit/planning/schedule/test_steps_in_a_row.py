@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.flow import route
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy, candidates
@@ -27,7 +27,8 @@ def test_steps_in_a_row_are_one_long_step_in_that_order(program, num_microbatche
     link = Link(0.1, 100.0)
     graph = StepGraph(flow, num_microbatches, link, 0.0)
     orders = graph.orders_of(simulate(flow, num_microbatches, policy, link, split_overhead=0.0))
-    plan, row = graph.follow_in_a_row(orders, steps)
+    row = graph.follow_in_a_row(orders, steps)
+    plan = graph.plan_of(row)
     assert plan == graph.follow(orders)
     long = StepGraph(flow, steps * num_microbatches, link, 0.0)
     one_after_the_other = [
@@ -37,7 +38,7 @@ def test_steps_in_a_row_are_one_long_step_in_that_order(program, num_microbatche
         ]
         for order in orders
     ]
-    assert long.follow(one_after_the_other).times == row
+    assert long.follow(one_after_the_other).times == tuple(map(tuple, row.times))
 
 
 @given(programs(), st.integers(1, 4), st.booleans())
@@ -48,8 +49,9 @@ def test_no_row_is_shorter_than_its_bound(program, num_microbatches, splits):
     for policy in candidates(num_stages, num_microbatches, num_units=99):
         if splits or not policy.splits_backward:
             plan = simulate(flow, num_microbatches, policy, split_overhead=0.0)
-            _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
-            assert end_of(row) >= graph.least_makespan(splits=splits, steps=STEPS) * (1 - 1e-9)
+            assert graph.follow_in_a_row(graph.orders_of(plan), STEPS).end >= graph.least_makespan(
+                splits=splits, steps=STEPS
+            ) * (1 - 1e-9)
 
 
 def chains() -> list[list[Work]]:
@@ -124,7 +126,7 @@ def test_where_passes_vary_an_order_is_found_that_does_not_wait_for_late_message
     usual, late = (StepGraph(flow, 4, Link(latency, math.inf), losses.split) for latency in (0.0, 2.0))
 
     def in_a_row(graph: StepGraph, plan: Plan) -> float:
-        return end_of(graph.follow_in_a_row(graph.orders_of(plan), STEPS)[1]) / STEPS
+        return graph.follow_in_a_row(graph.orders_of(plan), STEPS).end / STEPS
 
     assert in_a_row(usual, varying) <= in_a_row(usual, steady) * 1.005
     assert in_a_row(late, varying) <= in_a_row(late, steady) * 0.97
