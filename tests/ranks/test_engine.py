@@ -210,7 +210,7 @@ def chain_of_ties() -> nn.Sequential:
 
 def run_chain_of_ties() -> dict[str, Tensor]:
     model = chain_of_ties()
-    config = SMPConfig(pipeline_parallel_degree=3, unit_classes=("Pair",))
+    config = SMPConfig(pipeline_parallel_degree=3, microbatches=1, unit_classes=("Pair",))
     engine = Engine(config, timeout=timedelta(seconds=20))
     engine.attach(model)
     result = engine.train_step(lambda x: model(x).square().mean(), torch.ones(2, 4), loss_of=lambda loss: loss)

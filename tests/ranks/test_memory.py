@@ -209,7 +209,7 @@ def unreduced_bytes(units: Iterable[FlatUnit]) -> int:
     found = 0
     for unit in units:
         found += sum(each.grad.nbytes for each in unit.parameters if type(each.grad) is Tensor)
-        found += sum(buffer.layout.full_bytes for buffer in unit._buffers if buffer._reducing is not None)
+        found += sum(buffer.layout.full_bytes for buffer in unit._buffers if buffer.gradients._reducing is not None)
     return found
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
-from smp_strategy.checkpoint.torch_file import UnfilledState, new_file, write_torch_file
+from smp_strategy.checkpoint.torch_file import UnfilledState, write_torch_file
 from smp_strategy.errors import CheckpointError, PeerFailedError
 from smp_strategy.testing import run_ranks
 
@@ -51,7 +51,7 @@ def nested(entries):
 
 def write(spread, make, path):
     state = UnfilledState(spread)
-    write_torch_file([state], lambda: make(state.entries()), lambda: new_file(path), doing=DOING)
+    write_torch_file([state], lambda: make(state.entries()), lambda: path.open("w+b"), doing=DOING)
 
 
 def written(num_ranks, path):
