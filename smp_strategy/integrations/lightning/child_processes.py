@@ -25,6 +25,7 @@ import torch.distributed as dist
 from smp_strategy.distributed.deadlock import is_stopped
 from smp_strategy.distributed.failure import publish
 from smp_strategy.distributed.torch_private import default_store
+from smp_strategy.errors import MORE
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
@@ -34,7 +35,7 @@ GRACE_SECONDS: Final = 5.0
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
 _GUESSES: Final[Mapping[int, str]] = {
-    signal.SIGKILL: ", as the system does when memory runs out (see `dmesg`)",
+    signal.SIGKILL: f", as the system does when memory runs out (see `dmesg`). {MORE}202",
     signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full",
     signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
