@@ -210,7 +210,7 @@ def microbatches() -> str:
         parts.append(_arrow(at["F", stage][0], at["F", stage][2], at["F", stage + 1][0], at["F", stage + 1][1]))
         parts.append(_arrow(at["B", stage + 1][0], at["B", stage + 1][1], at["B", stage][0], at["B", stage][2]))
     y = top + num_stages * row + 4
-    note = "F: forward; B (pale): backward; gaps: idle; arrows: activations go down, their gradients come back"
+    note = "F: forward; B (fainter): backward; gaps: idle; arrows: activations go down, their gradients come back"
     parts.append(element("text", note, x=left, y=y, class_="dim"))
     return picture(y + 8, *parts, label="A batch in microbatches on its way through three stages")
 
@@ -311,7 +311,7 @@ def measured() -> str:
     parts = [
         element("text", f"A step of {show_seconds(comparison.seconds)}, over its prediction", y=12.0, class_="head"),
         _placed(drawing(comparison), 24.0, height),
-        _keys(height + 44, "pale: waits for a message; lines: the end, measured and (dashed) predicted"),
+        _keys(height + 44, "faint: waits for a message; lines: the end, measured and (dashed) predicted"),
     ]
     return picture(height + 52, *parts, label="The measured timetable of a step over the predicted one")
 
@@ -432,8 +432,8 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 def draw_all(folder: Path) -> None:
     """Write all pictures into ``folder``."""
-    for name, drawing in PICTURES.items():
-        (folder / f"{name}.svg").write_text(drawing())
+    for name, draw in PICTURES.items():
+        (folder / f"{name}.svg").write_text(draw())
 
 
 if __name__ == "__main__":

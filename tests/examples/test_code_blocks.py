@@ -63,7 +63,8 @@ PROOFS = {
         "a fragment: docs/sample_reports.py makes the same calls",
     ],
     "docs/sharding.md": [FRAGMENT],
-    "docs/tensor-parallel.md": [FRAGMENT, "test_split_models.py", "a part of an option", MODEL, MODEL],
+    "docs/tensor-parallel-details.md": [MODEL],
+    "docs/tensor-parallel.md": [FRAGMENT, "test_split_models.py", "a part of an option", MODEL],
 }
 WITHOUT_LANGUAGE = {"docs/fine-tuning.md": COMMANDS, "docs/index.md": COMMANDS, "docs/moving.md": COMMANDS}
 
