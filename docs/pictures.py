@@ -414,7 +414,7 @@ def _keys(y: float, note: str, kinds: Iterable[str] = ("F", "B")) -> str:
         name, fill = KINDS[kind]
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, fill=fill))
         parts.append(element("text", name, x=x + 14, y=y))
-        x += 130
+        x += 142
     return "".join([*parts, element("text", note, x=x, y=y, class_="dim")])
 
 

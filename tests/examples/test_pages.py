@@ -1,8 +1,8 @@
 """Code on the pages that a newcomer meets first runs as printed.
 
-Each block of Python is a program, by itself if it imports torch, else after the class and the data of the README's
-script; the programs of a page share a folder, as its commands do. A first line ``# saved as NAME`` makes a file of a block. Sections of YAML are options. On
-all other pages, options and names of the package exist.
+Each block of Python is a program: by itself if it imports torch, else after the class and the data of the README's
+script. The programs of a page share a folder, as its commands do. A first line ``# saved as NAME`` makes a file of a
+block. Sections of YAML are options. On all other pages, options and names of the package exist.
 """
 
 import ast
