@@ -5,7 +5,7 @@
 The planner decides on partitions, schedules and memory, the package's own drawings show them, and the mesh says which
 rank stands where. Nothing is drawn by hand, so a picture changes when they do: ``tests/examples/test_readme.py``
 compares all of them with what this script draws. Measured figures come from tables on the pages, and from a trace that
-``docs/measured_step.py`` has written.
+``benchmarks/measured_step.py`` has written.
 """
 
 import json
