@@ -20,9 +20,10 @@ from PyQt6.QtWidgets import QApplication
 # Pages, and the least number of drawings on them.
 PAGES = {
     "index": 1,
-    "idle": 1,
+    "idle": 3,
     "does-not-fit": 1,
-    "pipeline": 0,
+    "pipeline": 1,
+    "sharding": 1,
     "reference": 0,
     "reports/plan": 2,
     "reports/timeline": 1,

@@ -4,13 +4,16 @@
 
 The planner decides on partitions, schedules and memory, the package's own drawings show them, and the mesh says which
 rank stands where. Nothing is drawn by hand, so a picture changes when they do: ``tests/examples/test_readme.py``
-compares all of them with what this script draws.
+compares all of them with what this script draws. Measured figures come from tables on the pages, and from a trace that
+``benchmarks/measured_step.py`` has written.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,8 @@ from smp_strategy.engine.offline_planning import trace_program
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.recording import Recording, Span
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
 from smp_strategy.planning.layouts.estimate import MemoryByCategory
@@ -36,6 +40,8 @@ from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.reports.explain.drawings import WIDTH, colour, loads, strip, timetable
 from smp_strategy.reports.html import KINDS, element, svg
+from smp_strategy.reports.timeline.comparison import Comparison
+from smp_strategy.reports.timeline.page import AXIS, STAGE, drawing
 
 __all__ = ["PICTURES", "draw_all"]
 
@@ -48,9 +54,11 @@ text { font: 11px system-ui, sans-serif; fill: #1c2330; } text.head { font-size:
 text.number { fill: #fff; font-size: 10px; } text.rank { fill: #fff; } .dim, text.small, text.title { fill: #667085; }
 .cut, .axis { stroke: #1c2330; } .cut { stroke-dasharray: 3 2; } .ink { fill: #1c2330; } .page { fill: #fbfbfc; }
 .limit { stroke: #d92d20; stroke-width: 2; } .later { opacity: .72; }
+.grid { stroke: #8b93a3; stroke-opacity: .35; } .end { stroke: #1c2330; } .end.then { stroke-dasharray: 3 2; }
+.waiting { opacity: .25; } .predicted rect { opacity: .6; }
 @media (prefers-color-scheme: dark) {
 text, .ink { fill: #e6e9ef; } text.number, text.rank { fill: #fff; } .dim, text.small, text.title { fill: #98a2b3; }
-.cut, .axis { stroke: #e6e9ef; } .page { fill: #1b1e27; } }
+.cut, .axis, .end { stroke: #e6e9ef; } .page { fill: #1b1e27; } }
 """
 MARGIN = 20.0
 # Categories of the memory of a rank, in the order of `MemoryByCategory`.
@@ -173,6 +181,141 @@ def memory() -> str:
     return _memory(amounts, limit, f"Memory of a rank: {billions:.1f} billion parameters on eight devices, bf16")
 
 
+def microbatches() -> str:
+    """The way of a batch through three stages; arrows follow its first microbatch."""
+    count, num_stages, top, row, height = 4, 3, 46.0, 52.0, 28.0
+    plan = _equal_stages(Policy("1f1b"), num_stages, count)
+    left = 190.0
+    scale = (WIDTH - left) / plan.makespan
+    parts = [element("text", f"A batch of {2 * count} samples", y=12.0, class_="head")]
+    for number in range(count):
+        y = top + number * 34.0
+        parts.append(element("rect", x=0.0, y=y, width=86.0, height=height, rx=2, fill=COLOURS[number]))
+        parts.append(element("text", f"microbatch {number}", x=43.0, y=y + 18, text_anchor="middle", class_="number"))
+    parts.append(element("text", "through three stages, forward and back", x=left, y=12.0, class_="head"))
+    at: dict[tuple[str, int], tuple[float, float, float]] = {}
+    for stage, (actions, spans) in enumerate(zip(plan.stages, plan.times, strict=True)):
+        y = top + stage * row
+        parts.append(element("text", f"stage {stage}", x=left - 56, y=y + 18))
+        for action, (start, end) in zip(actions, spans, strict=True):
+            x, width = left + start * scale, (end - start) * scale - 1.5
+            later = {"opacity": 0.75} if action.kind == "B" else {}
+            shape = {"x": x, "y": y, "width": width, "height": height, "rx": 2, "fill": COLOURS[action.microbatch]}
+            parts.append(element("rect", **shape, **later))
+            middle = {"x": x + width / 2, "y": y + 18, "text_anchor": "middle"}
+            parts.append(element("text", str(action), **middle, class_="number"))
+            if action.microbatch == 0:
+                at[action.kind, stage] = x + width / 2, y, y + height
+    for stage in range(num_stages - 1):
+        parts.append(_arrow(at["F", stage][0], at["F", stage][2], at["F", stage + 1][0], at["F", stage + 1][1]))
+        parts.append(_arrow(at["B", stage + 1][0], at["B", stage + 1][1], at["B", stage][0], at["B", stage][2]))
+    y = top + num_stages * row + 4
+    note = "F: forward; B (fainter): backward; gaps: idle; arrows: activations go down, their gradients come back"
+    parts.append(element("text", note, x=left, y=y, class_="dim"))
+    return picture(y + 8, *parts, label="A batch in microbatches on its way through three stages")
+
+
+def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    """A line with a head, to a point that is above or below."""
+    down = 1 if y2 > y1 else -1
+    tip = f"M{x2:g} {y2:g} l-4 {-6 * down} l8 0 z"
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2 - 5 * down, class_="axis") + element("path", d=tip, class_="ink")
+
+
+def idle() -> str:
+    """Idle time of four equal stages, over the number of microbatches."""
+    counts = (4, 8, 16, 32, 64)
+    policies = {
+        "simple, 1f1b": Policy("1f1b"),
+        "1f1b, 2 chunks": Policy("1f1b", 2),
+        "zb-h1": Policy("zb-h1"),
+        "zb-v": Policy("zb-v", 2),
+    }
+    left, top, room, height = 190.0, 34.0, WIDTH - 260.0, 190.0
+    shares = {
+        name: [_equal_stages(policy, num_stages=4, num_microbatches=count).bubble for count in counts]
+        for name, policy in policies.items()
+    }
+    most = 0.5
+    parts = [element("text", "Idle time of four equal stages, by the number of microbatches", y=12.0, class_="head")]
+    for percent in range(0, 51, 10):
+        y = top + height * (1 - percent / 100 / most)
+        parts.append(element("line", x1=left, x2=left + room, y1=y, y2=y, class_="grid"))
+        parts.append(element("text", f"{percent}%", x=left + room + 8, y=y + 4, class_="small"))
+    xs = [left + room * number / (len(counts) - 1) for number in range(len(counts))]
+    for x, count in zip(xs, counts, strict=True):
+        parts.append(element("text", str(count), x=x, y=top + height + 18, text_anchor="middle"))
+    parts.append(element("text", "microbatches", x=left - 12, y=top + height + 18, text_anchor="end", class_="small"))
+    for fill, (name, values) in zip(COLOURS, shares.items(), strict=True):
+        ys = [top + height * (1 - value / most) for value in values]
+        points = " ".join(f"{x:.6g},{y:.6g}" for x, y in zip(xs, ys, strict=True))
+        parts.append(element("polyline", points=points, fill="none", stroke=fill, stroke_width=2))
+        parts += [element("circle", cx=x, cy=y, r=3, fill=fill) for x, y in zip(xs, ys, strict=True)]
+        parts.append(element("text", f"{name}: {values[0]:.0%}", x=left - 12, y=ys[0] + 4, text_anchor="end"))
+    return picture(top + height + 24, *parts, label="Idle time of four schedules by the number of microbatches")
+
+
+def links() -> str:
+    """The table of the page about sharding: seconds and bytes of a step on two nodes with a slow link."""
+    page = (Path(__file__).parent / "sharding.md").read_text()
+    table = page.partition("| | seconds per step | MB on the link per node and step |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    left, half = 320.0, (WIDTH - 320.0) / 2
+    parts = [
+        element("text", "A training step on two nodes, 200 Mbit/s between them", y=12.0, class_="head"),
+        element("text", "seconds per step", x=left, y=36.0, class_="title"),
+        element("text", "MB on the link per node and step", x=left + half, y=36.0, class_="title"),
+    ]
+    most = [max(float(row[column]) for row in rows) for column in (1, 2)]
+    for number, (name, *cells) in enumerate(rows):
+        y = 46.0 + 26.0 * number
+        parts.append(element("text", name.replace("`", ""), x=0.0, y=y + 15))
+        for column in (0, 1):
+            x, width = left + column * half, (half - 60) * float(cells[column]) / most[column]
+            fill = COLOURS[0] if name.startswith("ours") else "#8b93a3"
+            parts.append(element("rect", x=x, y=y, width=width, height=20.0, rx=2, fill=fill))
+            parts.append(element("text", cells[column], x=x + width + 6, y=y + 14))
+    y = 46.0 + 26.0 * len(rows)
+    return picture(y + 4, *parts, label="Time and bytes of a step of sharded training over a slow link")
+
+
+def measured() -> str:
+    """A step as it was, over what was predicted, from the trace of a run."""
+    trace = json.loads((Path(__file__).with_suffix("") / "measured.json").read_text())
+    slices: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            slices.setdefault(event["pid"], {}).setdefault(event["cat"], []).append(event)
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    stages = [slices[pid] for pid in sorted(slices, key=lambda pid: names[pid])]
+
+    def span(event: dict[str, Any]) -> tuple[float, float]:
+        return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+    plan = Plan(
+        stages=tuple(tuple(Action.parse(each["name"]) for each in stage["predicted"]) for stage in stages),
+        times=tuple(tuple(span(each) for each in stage["predicted"]) for stage in stages),
+    )
+    recordings = [
+        Recording(
+            tuple(
+                Span(Action.parse(each["name"]), *span(each), each["args"]["waited_us"] / 1e6)
+                for each in stage["measured"]
+            ),
+            end=max(span(each)[1] for each in stage["measured"]),
+        )
+        for stage in stages
+    ]
+    comparison = Comparison(plan, recordings)
+    height = AXIS + STAGE * len(stages)
+    parts = [
+        element("text", f"A step of {show_seconds(comparison.seconds)}, over its prediction", y=12.0, class_="head"),
+        _placed(drawing(comparison), 24.0, height),
+        _keys(height + 44, "faint: waits for a message; lines: the end, measured and (dashed) predicted"),
+    ]
+    return picture(height + 52, *parts, label="The measured timetable of a step over the predicted one")
+
+
 def _memory(amounts: dict[str, MemoryByCategory], limit: int, title: str) -> str:
     left, room = 120.0, WIDTH - 200.0
     scale = room / max(amount.total for amount in amounts.values())
@@ -271,7 +414,7 @@ def _keys(y: float, note: str, kinds: Iterable[str] = ("F", "B")) -> str:
         name, fill = KINDS[kind]
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, fill=fill))
         parts.append(element("text", name, x=x + 14, y=y))
-        x += 130
+        x += 142
     return "".join([*parts, element("text", note, x=x, y=y, class_="dim")])
 
 
@@ -280,13 +423,17 @@ PICTURES: dict[str, Callable[[], str]] = {
     "stages": stages,
     "schedules": schedules,
     "memory": memory,
+    "microbatches": microbatches,
+    "idle": idle,
+    "links": links,
+    "measured": measured,
 }
 
 
 def draw_all(folder: Path) -> None:
     """Write all pictures into ``folder``."""
-    for name, drawing in PICTURES.items():
-        (folder / f"{name}.svg").write_text(drawing())
+    for name, draw in PICTURES.items():
+        (folder / f"{name}.svg").write_text(draw())
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class TunedModel(L.LightningModule):
     def configure_model(self) -> None:
         """Load the pretrained model."""
         if not hasattr(self, "model"):
-            model = AutoModelForCausalLM.from_pretrained(self.folder)
+            model = AutoModelForCausalLM.from_pretrained(self.folder).train()  # it is loaded in evaluation mode
             self.model = model if self.lora is None else get_peft_model(model, self.lora)
 
     def training_step(self, windows: Tensor, batch_idx: int) -> Tensor:

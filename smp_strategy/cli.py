@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return import_module(f"smp_strategy.{given.run}").run(given)
     except (SMPError, OSError) as error:
-        status, told = FAILED, str(error)
+        status, told = FAILED, " ".join((str(error), *getattr(error, "__notes__", ())))
     except RecursionError:
         status, told = FAILED, "something in the checkpoint is nested too deeply, or in itself."
     except KeyboardInterrupt:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 __all__ = [
+    "FAILURES",
+    "MORE",
     "ApartError",
     "CheckpointError",
     "ConfigError",
@@ -44,6 +46,35 @@ _OTHER_REMEDY: Final = "Save elsewhere, or ask whoever runs the machine."
 _OF_RUST: Final = re.compile(r"\(os error (\d+)\)")
 _OF_TORCH: Final = ("PytorchStreamWriter failed", "inline_container")
 _NEARLY_NOTHING: Final = 2**20  # bytes
+MORE: Final = "More: docs/failures.md, "
+"""Begins the last line of an error that has a number on the page of failures."""
+FAILURES: Final = {
+    "must not be larger than the number of units": 101,
+    "` is not an option": 102,
+    "_parallel_degree` must divide the number of": 104,
+    "were given different settings": 105,
+    "is on the meta device and has no values": 107,
+    "No partition fits": 203,
+    "Return the loss from the step; in manual optimization": 301,
+    "A placed tensor has memory on one stage only": 302,
+    "by a way that cannot be routed between stages": 302,
+    "return it from the unit's forward": 303,
+    " cannot update pieces of ": 304,
+    " cannot update parts of ": 304,
+    " without the others: ": 304,
+    "wait for each other for ever": 501,
+    "did not run the same code in this step": 501,
+    "Ranks are in different calls": 502,
+    "has given no sign of life": 503,
+    "with different inputs": 505,
+    "differs between the ranks of one replica": 505,
+    " was not saved": 601,
+    " is damaged": 602,
+    "has changed since it was written": 602,
+    "Load it with `weights_only=False`": 603,
+    'to have the whole model after a run, set `restore_module="all"`': 605,
+}
+"""Numbers of errors on the page of failures, by words of their messages."""
 
 
 def printable(text: str, *, lines: bool = True) -> str:
@@ -66,10 +97,19 @@ def printable(text: str, *, lines: bool = True) -> str:
 
 
 class SMPError(RuntimeError):
-    """Root of all errors that ``smp_strategy`` raises on purpose; the message is safe to show on a terminal."""
+    """Root of all errors that ``smp_strategy`` raises on purpose; the message is safe to show on a terminal.
+
+    Its last line, a note, has the numbers under which the page of failures tells more.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+        told = str(self)
+        # What another rank has failed with is numbered there.
+        if " failed first" not in told and (
+            numbers := sorted({number for words, number in FAILURES.items() if words in told})
+        ):
+            self.add_note(MORE + ", ".join(map(str, numbers)))
 
 
 class ConfigError(SMPError, ValueError):

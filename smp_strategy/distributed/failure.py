@@ -37,7 +37,7 @@ from smp_strategy.distributed.peer_processes import (
     process_space,
 )
 from smp_strategy.distributed.torch_private import default_store
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import MORE, PeerFailedError, SMPError
 
 __all__ = [
     "FATAL",
@@ -302,7 +302,11 @@ def is_library(names: Mapping[str, Any]) -> bool:
 
 def _summary(error: BaseException) -> str:
     """Message of ``error`` (first and last line if it is long), and its place in the user's code."""
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    lines = [
+        line
+        for line in "".join(traceback.format_exception_only(error)).strip().splitlines()
+        if not line.startswith(MORE)  # this rank prints it
+    ]
     ends = [lines[0], lines[-1]] if len(lines) > _NUM_LINES else lines
     said = (" ... " if len(lines) > _NUM_LINES else "\n").join(map(shortened, ends))
     frames = list(traceback.walk_tb(error.__traceback__))

@@ -12,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from smp_strategy.errors import MORE
+
 __all__ = ["PeerProcess", "exit_code_of", "has_ended", "how_it_ended", "is_stopped", "process_space"]
 
 _GUESSES: Final[Mapping[int, str]] = {
-    signal.SIGKILL: ", as the system does when memory runs out (see `dmesg`)",
+    signal.SIGKILL: f", as the system does when memory runs out (see `dmesg`). {MORE}202",
     signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full",
     signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.loss import _Loss
 
 from smp_strategy.config.sizes import show_count
-from smp_strategy.errors import SMPError
+from smp_strategy.errors import MORE, SMPError
 from smp_strategy.model.samples import Path, is_array, is_list, shown_path, visited
 from smp_strategy.pipeline.microbatch import holds_arrays
 
@@ -46,7 +46,7 @@ def told_of_microbatches(sizes: Sequence[int]) -> Iterator[None]:
             error.add_note(
                 f"The step sees {_sizes(sizes)} at a time, of the {sum(sizes)} of the batch. What is taken from a part "
                 "of them (`lengths.max()`) may be smaller than that of the batch: take it from the shape of a padded "
-                "tensor, or set `microbatches=1`."
+                f"tensor, or set `microbatches=1`. {MORE}305"
             )
         raise
 

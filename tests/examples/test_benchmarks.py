@@ -43,6 +43,7 @@ SCRIPTS = {
     "gpu/stage_messages.py": (TINY, {"wrong", "refused", "ipc_over_copies", "ipc_over_host", "ipc_over_one_process"}),
     "gpu/training_step.py": (TINY, {"tokens_per_second", "mfu", "worst_over_plain"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+    "measured_step.py": (["--quick"], {"measured_over_predicted"}),
     "messages.py": (
         ["--quick"],
         {

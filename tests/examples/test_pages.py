@@ -1,8 +1,8 @@
 """Code on the pages that a newcomer meets first runs as printed.
 
-Each block of Python is a program, after the class and the data of the README's script; the programs of a page share a
-folder, as its commands do. A first line ``# saved as NAME`` makes a file of a block. Sections of YAML are options. On
-all other pages, options and names of the package exist.
+Each block of Python is a program: by itself if it imports torch, else after the class and the data of the README's
+script. The programs of a page share a folder, as its commands do. A first line ``# saved as NAME`` makes a file of a
+block. Sections of YAML are options. On all other pages, options and names of the package exist.
 """
 
 import ast
@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(python|yaml|console)\n(.*?)^```$", re.DOTALL | re.MULT
 CLASS, BEGIN, _ = CODE.partition('if __name__ == "__main__":')
 DATA = "torch.manual_seed(0)\ndata = torch.utils.data.DataLoader(torch.randn(128, 32), batch_size=64)\n"
 PREFACE = f"from smp_strategy import SMPStrategy\n{CLASS}\n{DATA}\n"
-# The folder and the batches that the page about fine-tuning speaks of.
+# The folder that the page about fine-tuning speaks of.
 PRETRAINED = """
 import os
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -32,8 +32,6 @@ if "LOCAL_RANK" not in os.environ:  # the first process
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=4, n_head=2)).save_pretrained(
         "path/to/a/model"
     )
-samples = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(64).view(4, 16)]
-data = torch.utils.data.DataLoader(samples, batch_size=4)
 """
 
 
@@ -61,7 +59,8 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
         elif saved := re.match(r"# saved as (\S+)\n", code):
             Path(saved[1]).write_text(code)
         else:
-            Path(f"program{number}.py").write_text(PREFACE + PRETRAINED * (page == "fine-tuning") + code)
+            preface = "" if re.search(r"^import torch$", code, re.MULTILINE) else PREFACE
+            Path(f"program{number}.py").write_text(preface + PRETRAINED * (page == "fine-tuning") + code)
             with forked_interpreters():
                 run(tmp_path, f"program{number}.py")
 
