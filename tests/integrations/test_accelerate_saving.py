@@ -300,6 +300,9 @@ def misses_objects(folder):
         lambda: run[0].load_state(),
         lambda: run[0].load_state(folder, strickt=False),
         lambda: run[0].save_state(folder / "model.safetensors"),
+        lambda: run[0].save_state("s3://bucket/state"),
+        lambda: run[0].load_state("s3://bucket/state"),
+        lambda: run[0].save_model(run[1], "s3://bucket/model"),
     ):
         try:
             call()
@@ -326,8 +329,9 @@ def test_what_cannot_be_loaded_is_said_on_all_ranks(tmp_path):
         assert "automatic checkpoint naming is disabled" in found[2]
         assert "no options ['strickt']" in found[3]
         assert "is a file, but a folder is to be written" in found[4]
-        assert "neither model.safetensors nor pytorch_model.bin" in found[5]
-        assert "pytorch_model.bin has an object of the class list, so `accelerator.save_state` has not" in found[6]
+        assert all("is an address, and only Lightning's checkpoints" in each for each in found[5:8])
+        assert "neither model.safetensors nor pytorch_model.bin" in found[8]
+        assert "pytorch_model.bin has an object of the class list, so `accelerator.save_state` has not" in found[9]
 
 
 def draws():

@@ -23,7 +23,7 @@ from typing import Any, Final
 from smp_strategy.checkpoint.storage.manifest import digest, is_plain_name
 from smp_strategy.checkpoint.storage.process_marks import MARK, is_known_alive, mark
 from smp_strategy.checkpoint.storage.remote_path import RemotePath
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import DamagedError
 
 __all__ = ["begin", "commit", "data_of", "discard", "is_commit_object", "remove"]
 
@@ -93,7 +93,7 @@ def data_of(target: RemotePath) -> RemotePath | None:
     """The folder that the commit object ``target`` names; ``None``: there is no commit object.
 
     Raises:
-        CheckpointError: it is damaged.
+        DamagedError: it is damaged.
     """
     try:
         with target.open() as file:
@@ -119,7 +119,7 @@ def _data_in(target: RemotePath, data: bytes) -> RemotePath | None:
         if not is_whole or not all(map(is_plain_name, folders)) or content["version"] != VERSION:
             raise ValueError("its digest differs, or it is of a later version")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{target}, the commit object of a sharded checkpoint, is damaged: {error}.") from error
+        raise DamagedError(f"{target}, the commit object of a sharded checkpoint, is damaged: {error}.") from error
     return target.parent / FOLDER / folders[0] / folders[1]
 
 
@@ -127,7 +127,7 @@ def _named(parent: RemotePath) -> set[RemotePath | None] | None:
     """The folders that commit objects name; ``None``: one is damaged, and may name any."""
     try:
         return {_data_in(each, data) for each, data in parent.small_objects(_MOST_BYTES).items()}
-    except CheckpointError:
+    except DamagedError:
         return None
 
 

@@ -12,7 +12,7 @@ from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import advice, has_digests, problems_of
 from smp_strategy.config.sizes import show_count
-from smp_strategy.errors import CheckpointError, printable
+from smp_strategy.errors import CheckpointError, DamagedError, printable
 
 __all__ = ["VERDICTS", "run", "verdict"]
 
@@ -47,6 +47,8 @@ def verdict(path: Place) -> tuple[int, list[str]]:
     try:
         place = located(path)
         kind = kind_of(place)
+    except DamagedError as error:
+        return _DAMAGED, [str(error)]
     except CheckpointError as error:
         return _UNKNOWN, [str(error)]
     if (reason := unreadable(place, kind)) is not None:

@@ -147,6 +147,7 @@ def test_a_damaged_commit_object_is_told_and_nothing_is_deleted(memory):
     (memory / "x.ckpt").put((memory / "x.ckpt").read_bytes().replace(b"x.ckpt", b"z.ckpt"))
     with pytest.raises(CheckpointError, match=r"memory://run/x.ckpt, the commit object .* is damaged"):
         CheckpointReader.open(memory / "x.ckpt")
+    assert main(["verify", f"{memory}/x.ckpt"]) == 1
     commits.remove(memory / "y.ckpt")
     write(memory / "w.ckpt", 1)
     assert len(saves(memory)) == 3
