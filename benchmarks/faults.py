@@ -136,12 +136,16 @@ def drawn(chance: random.Random, names: Sequence[str]) -> Draw:
     name = chance.choice(list(names))
     door = "nodes" if name == "drop-link" else chance.choice(["lightning", "lightning", "lightning", "torchrun"])
     layout = "pp2" if door == "nodes" else chance.choice(["pp2", "sdp2", "tp2", "pp2_sdp2"])
+    rank = chance.randrange(ranks_of(layout))
+    if name == "stop" and rank == 0:  # a launcher that is stopped never ends
+        door = "torchrun"
     place, most = chance.choice([("begin", 6.0), ("step", 1.5), ("step", 1.5)])
-    if door == "nodes":  # before the run, ranks of other machines are waited for until `timeout`
+    # Before the run only Lightning's launcher, rank 0, sees other ranks; else they are waited for until `timeout`.
+    if name in ("stop", "drop-link") and (rank == 0 or door != "lightning"):
         place, most = "step", 1.5
     fault = Fault(
         kind=name,
-        rank=chance.randrange(ranks_of(layout)),
+        rank=rank,
         place=place,
         said=ANY_TIME[name],
         seconds=round(chance.uniform(0, most), 3),

@@ -24,7 +24,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment
 from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from smp_strategy import SMPStrategy
 
@@ -42,7 +42,7 @@ def run(options: dict[str, Any], storage: Path) -> train.Result:
     """
     trainer = TorchTrainer(
         with_accelerate if options["door"] == "accelerate" else with_lightning,
-        train_loop_config={**options, "struck": str(storage / "struck")},
+        train_loop_config={**options, "storage": str(storage), "struck": str(storage / "struck")},
         scaling_config=ScalingConfig(num_workers=options["workers"], use_gpu=False),
         run_config=RunConfig(name="smp", storage_path=str(storage), failure_config=FailureConfig(max_failures=1)),
     )
@@ -74,9 +74,22 @@ class Sorter(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Samples(Dataset[Tensor]):
+    """Rows of numbers; all workers have the same."""
+
+    def __init__(self) -> None:
+        self._rows = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._rows[index]
+
+
 def data() -> DataLoader[Tensor]:
-    """Samples; all workers have the same."""
-    return DataLoader(list(torch.randn(128, 16, generator=torch.Generator().manual_seed(1))), batch_size=32)
+    """The samples in batches."""
+    return DataLoader(Samples(), batch_size=32)
 
 
 def with_lightning(options: dict[str, Any]) -> None:
@@ -116,7 +129,7 @@ class Reports(Callback):
 
 
 def with_accelerate(options: dict[str, Any]) -> None:
-    """An ordinary loop; ``load_state`` and ``save_state`` make a folder per worker one checkpoint."""
+    """An ordinary loop with ``save_state`` and ``load_state``."""
     torch.manual_seed(0)
     os.environ.update(ACCELERATE_USE_SMP="true", SMP_PIPELINE_PARALLEL_DEGREE=str(options["workers"]))
     accelerator = Accelerator(cpu=True)
@@ -136,10 +149,12 @@ def with_accelerate(options: dict[str, Any]) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         fail_once(options, epoch)
-        with tempfile.TemporaryDirectory() as folder:
-            accelerator.save_state(folder)
-            Path(folder, "epoch.json").write_text(json.dumps(epoch))
-            report(folder, epoch, sum(losses) / len(losses))
+        # Each worker writes its random state, so all of them get the same folder; Ray takes a copy of it.
+        folder = Path(options["storage"], "state")
+        accelerator.save_state(str(folder))
+        if train.get_context().get_world_rank() == 0:
+            (folder / "epoch.json").write_text(json.dumps(epoch))
+        report(str(folder), epoch, sum(losses) / len(losses))
 
 
 def report(folder: str, epoch: int, loss: float) -> None:

@@ -2,13 +2,10 @@
 
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from faults import ANY_TIME, AtRandom
+from benchmarks.faults import ANY_TIME, AtRandom
 
 # Seeds whose runs differ in rank, moment, launcher and layout; one of these cases runs a day.
 CASES = [*((name, 1) for name in ANY_TIME), ("kill", 2), ("raise-any", 2), ("full-disk", 2)]
