@@ -9,6 +9,7 @@ Writing follows [Note: errors of writers] of :mod:`smp_strategy.checkpoint.sprea
 """
 
 import math
+import os
 import struct
 import zipfile
 import zlib
@@ -16,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, BinaryIO, Final, final
 
 import numpy as np
 import torch
@@ -27,12 +27,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from smp_strategy.checkpoint.spread_state import FirstError, SpreadState, each_in_turn
 from smp_strategy.checkpoint.storage.async_save import raw
-from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, values_at
+from smp_strategy.checkpoint.storage.full_file_checksums import values_at
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["UnfilledState", "new_file", "without_checksums", "write_torch_file"]
+__all__ = ["UnfilledState", "without_checksums", "write_torch_file"]
 
 _WRITER: Final = 0
 _DESCRIPTOR: Final = b"PK\x07\x08"
@@ -63,7 +63,7 @@ class UnfilledState:
 def write_torch_file(
     states: Sequence[UnfilledState],
     make: Callable[[], Any],
-    opened: Callable[[], AbstractContextManager[ListeningFile]],
+    opened: Callable[[], AbstractContextManager[BinaryIO]],
     *,
     doing: str,
 ) -> None:
@@ -85,8 +85,9 @@ def write_torch_file(
         file: _LaidOutFile | None = None
         with alike(doing):
             if dist.get_rank() == _WRITER:
-                sink = stack.enter_context(opened())
-                file = _LaidOutFile(sink, make(), [(name, state.tensors[name]) for state, name in parts])
+                file = _LaidOutFile(
+                    stack.enter_context(opened()), make(), [(name, state.tensors[name]) for state, name in parts]
+                )
         errors = FirstError()
 
         def write(part: tuple[UnfilledState, str]) -> None:
@@ -109,13 +110,6 @@ def _unfilled(info: LocalTensorInfo) -> Tensor:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[ListeningFile]:
-    """Context of a new file, for :func:`write_torch_file`."""
-    with path.open("w+b") as file:
-        yield ListeningFile(file)
-
-
-@contextmanager
 def without_checksums() -> Iterator[None]:
     """Context in which ``torch.save`` computes no checksums."""
     before = get_crc32_options()
@@ -131,15 +125,15 @@ class _LaidOutFile:
     """File of ``torch.save`` with room for the values of some tensors; those of others are there.
 
     Args:
-        sink: New file.
+        file: New file, open for writing and reading.
         content: Object that it has.
         unfilled: Tensors in it without values, with names for messages.
     """
 
-    def __init__(self, sink: ListeningFile, content: Any, unfilled: Sequence[tuple[str, Tensor]]) -> None:
-        self._sink = sink
+    def __init__(self, file: BinaryIO, content: Any, unfilled: Sequence[tuple[str, Tensor]]) -> None:
+        self._file = file
         self._has_checksums = get_crc32_options()
-        layout = _LayoutSink(sink, {tensor.data_ptr(): tensor.nbytes for _, tensor in unfilled})
+        layout = _LayoutSink(file, {tensor.data_ptr(): tensor.nbytes for _, tensor in unfilled})
         with without_checksums():  # they would read all the memory
             torch.save(content, layout)  # type: ignore[arg-type] # only `write` and `flush` are used
         self._offsets, self._checksums = layout.offsets, layout.checksums
@@ -150,7 +144,8 @@ class _LaidOutFile:
         """Write the values of a tensor."""
         data = raw(value.cpu().contiguous())
         offset = self._offsets[unfilled.data_ptr()]
-        self._sink.put(offset, data)
+        self._file.seek(offset)
+        self._file.write(data)
         if self._has_checksums:
             self._checksums[offset] = zlib.crc32(data)
 
@@ -158,7 +153,7 @@ class _LaidOutFile:
         """Write the checksums of the zip archive, for which the values were missing."""
         if not self._has_checksums:
             return
-        file = self._sink.file
+        file = self._file
         with zipfile.ZipFile(file, "a") as archive:
             for record in archive.infolist():
                 offset = values_at(file, record.header_offset)
@@ -174,7 +169,7 @@ class _LayoutSink:
     """Sink for ``torch.save`` that leaves room for some values, and passes on everything else.
 
     Args:
-        sink: Takes it.
+        file: Takes it.
         sizes: Bytes of each of these values, by its address in memory.
 
     Attributes:
@@ -182,8 +177,8 @@ class _LayoutSink:
         checksums: CRC-32 of everything else that came in one piece, by its offset.
     """
 
-    def __init__(self, sink: ListeningFile, sizes: Mapping[int, int]) -> None:
-        self._sink = sink
+    def __init__(self, file: BinaryIO, sizes: Mapping[int, int]) -> None:
+        self._file = file
         self._sizes = sizes
         self.offsets: dict[int, int] = {}
         self.checksums: dict[int, int] = {}
@@ -192,15 +187,15 @@ class _LayoutSink:
         """Append bytes, or leave them out."""
         view = memoryview(data)
         address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
-        position = self._sink.position
+        position = self._file.tell()
         if self._sizes.get(address) == view.nbytes:
             self.offsets[address] = position
-            self._sink.leave_out(view.nbytes)
+            self._file.seek(view.nbytes, os.SEEK_CUR)
         else:
             self.checksums[position] = zlib.crc32(view)
-            self._sink.write(view)
+            self._file.write(view)
         return view.nbytes
 
     def flush(self) -> None:
         """Flush the buffer; ``torch.save`` calls it."""
-        self._sink.flush()
+        self._file.flush()

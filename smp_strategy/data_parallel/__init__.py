@@ -11,7 +11,8 @@ Reading order:
 * ``zero1``: one owner per parameter; updated values that arrive during the next forward.
 * ``flat_layout``: elements of each parameter on each rank (pure).
 * ``parameter_pieces``: class of a parameter without values; gradient of which a rank has a piece; views of runs.
-* ``flat_buffer``, ``flat_unit``: life of a buffer's values and gradients; the buffers of a unit.
+* ``flat_buffer``, ``flat_gradients``: life of the values of some parameters, and of their gradients.
+* ``flat_unit``: the buffers of a unit.
 * ``backward_tracking``: calls that a backward needs; weights that autograd has saved.
 * ``collective_order``, ``gather_schedule``: one order of collectives for all ranks; when units are gathered and freed.
 * ``sharded_module``: all units of a stage, as the engine uses them.

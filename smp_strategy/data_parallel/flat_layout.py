@@ -85,6 +85,11 @@ class Piece:
     offset: int
     """Offset in the shard, in elements."""
 
+    @property
+    def in_shard(self) -> slice:
+        """Its elements of the shard."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.precision_options import GradientDtype
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
+from smp_strategy.data_parallel.flat_gradients import FlatGradients
 from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
 from smp_strategy.data_parallel.parameter_pieces import RestingGuard
 from smp_strategy.distributed.collectives.interface import Collectives
@@ -126,7 +127,7 @@ class FlatUnit:
     def gradient_shards(self) -> list[Tensor]:
         """This rank's gradient shards, to be summed over the replicas in place."""
         self.wait_reduced()
-        return [buffer.gradients for buffer in self._buffers if buffer.gradients is not None]
+        return [each.own for each in self._gradients if each.own is not None]
 
     @property
     def is_trained(self) -> bool:
@@ -142,7 +143,7 @@ class FlatUnit:
     def has_gradients(self) -> bool:
         """Whether there are gradients that have not been reduced."""
         with in_plain_sight():
-            return any(buffer.has_gradients for buffer in self._buffers)
+            return any(each.are_unreduced for each in self._gradients)
 
     def gather(self, *, again: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
@@ -173,8 +174,8 @@ class FlatUnit:
             UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
         with _untracked():
-            for buffer in self._buffers:
-                buffer.collect()
+            for gradients in self._gradients:
+                gradients.collect()
 
     def reduce(self, factor: float = 1.0) -> None:
         """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
@@ -183,26 +184,26 @@ class FlatUnit:
             factor: Factor of this rank's gradients.
         """
         with _untracked():
-            for buffer in self._buffers:
-                buffer.reduce(factor)
+            for gradients in self._gradients:
+                gradients.reduce(factor)
 
     def wait_reduced(self) -> None:
         """Wait for gradients that are being reduced."""
         with _untracked():
-            for buffer in self._buffers:
-                buffer.wait_reduced()
+            for gradients in self._gradients:
+                gradients.wait()
 
     def begin_gradients(self) -> None:
         """Begin a pass: accumulate onto the gradients that the parameters have, as pieces."""
         with _untracked():
-            for buffer in self._buffers:
-                buffer.begin_gradients()
+            for gradients in self._gradients:
+                gradients.begin()
 
     def end_gradients(self) -> None:
         """End a pass: give the parameters its gradients, as pieces."""
         with _untracked():
-            for buffer in self._buffers:
-                buffer.end_gradients()
+            for gradients in self._gradients:
+                gradients.end()
 
     def show_pieces(self) -> None:
         """Make every parameter and its gradient this rank's piece, until :meth:`hide_pieces`."""
@@ -267,7 +268,7 @@ class FlatUnit:
         """Set the gradient of the resting ``parameter`` to ``piece``, this rank's piece of it."""
         buffer, number = self._place(parameter)
         with _untracked():
-            buffer.take_gradient(number, piece)
+            buffer.gradients.set_piece(number, piece, is_used=True)
 
     def _place(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
         return next(
@@ -300,18 +301,22 @@ class FlatUnit:
             must be over before it is complete.
         """
         with _untracked():
-            found = [buffer.take_gradients() for buffer in self._trained]
+            found = [gradients.take_reduced() for gradients in self._trained]
         return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
 
     def put_gradients(self, shards: Iterable[Tensor]) -> None:
         """Set the gradients to their sums over the replicas: of the shards, or of this rank's own part of them."""
         with _untracked():
-            for buffer, shard in zip(self._trained, shards, strict=True):
-                buffer.put_gradients(shard)
+            for gradients, shard in zip(self._trained, shards, strict=True):
+                gradients.put_summed(shard)
 
     @property
-    def _trained(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._buffers if buffer.is_trained]
+    def _gradients(self) -> list[FlatGradients]:
+        return [buffer.gradients for buffer in self._buffers]
+
+    @property
+    def _trained(self) -> list[FlatGradients]:
+        return [gradients for gradients in self._gradients if gradients.is_trained]
 
 
 @contextmanager

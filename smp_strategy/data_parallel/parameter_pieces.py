@@ -36,10 +36,10 @@ __all__ = ["RestingGuard", "ShardedGradient", "common_base", "elements", "view"]
 # its class change:
 #
 #     state       class               memory                        from .. to
-#     resting     GuardedParameter    a single NaN, expanded        otherwise
-#     gathered    its own             view of the gathered buffer   wait .. free: forward and backward
-#     piece       its own             this rank's elements, 1-D     show_pieces .. hide_pieces: optimizer
-#     whole       its own             memory of its own             show_whole .. hide_whole: hooks of the user
+#     RESTING     GuardedParameter    a single NaN, expanded        otherwise
+#     GATHERED    its own             view of the gathered buffer   wait .. free: forward and backward
+#     PIECES      its own             this rank's elements, 1-D     show_pieces .. hide_pieces: optimizer
+#     WHOLE       its own             memory of its own             show_whole .. hide_whole: hooks of the user
 #
 # A resting parameter answers questions of metadata (`smp_strategy.model.guarded_tensors`). For all other operations
 #   * while a hook of the user runs, the first use makes all parameters whole (collective: the hook runs on all ranks,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,9 +38,8 @@ from smp_strategy.checkpoint.state_dict import (
     whole_module_state,
     whole_optimizer_state,
 )
-from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile
 from smp_strategy.checkpoint.storage.held_tensor import Source
-from smp_strategy.checkpoint.torch_file import UnfilledState, new_file, write_torch_file
+from smp_strategy.checkpoint.torch_file import UnfilledState, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -191,7 +190,7 @@ class SavedState:
         self,
         states: Sequence[UnfilledState],
         make: Callable[[], Any],
-        opened: Callable[[], AbstractContextManager[ListeningFile]],
+        opened: Callable[[], AbstractContextManager[BinaryIO]],
         *,
         doing: str,
     ) -> None:
@@ -219,7 +218,7 @@ class SavedState:
             with self._parts.views.put_aside():
                 unfilled.append(UnfilledState(full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)))
             make = partial(full.whole_optimizer_state_dict, optimizer, unfilled[0].entries())
-        self.write_filled(unfilled, make, partial(new_file, path), doing="saving the state of an optimizer")
+        self.write_filled(unfilled, make, lambda: path.open("w+b"), doing="saving the state of an optimizer")
 
     # As a whole
 

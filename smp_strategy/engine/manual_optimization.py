@@ -6,8 +6,8 @@ losses are weighted by samples and the gradients added to ``.grad`` in the order
 numbers of a single process.
 
 [Note: hidden gradients] Between barriers, code that read or changed ``.grad`` would do so once per microbatch, and with
-the gradients of a single stage only. So while a microbatch runs, ``.grad`` is a stand-in whose use is an error that
-names the alternatives.
+the gradients of a single stage only. So while a microbatch runs, ``.grad`` is a guarded tensor, whose use is an error
+that names the alternatives.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +23,7 @@ from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.engine.deferred_loss import ForwardStep, deferring_loss
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.guarded_tensors import Guard, placeholder, watch
 from smp_strategy.pipeline.barriers import Barrier
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
@@ -40,7 +41,8 @@ class HiddenGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._real: list[tuple[nn.Parameter, Tensor, _GradientMetadata]] = []
+        self._guard = _HiddenGradient()
+        self._real: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -63,38 +65,30 @@ class HiddenGradients:
     def _hide(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                stand_in = _GradientMetadata(parameter.grad)
-                self._real.append((parameter, parameter.grad, stand_in))
-                parameter.grad = stand_in
+                gradient = parameter.grad
+                hidden = placeholder(gradient.size(), gradient.dtype, gradient.device)
+                watch(hidden, self._guard)
+                self._real.append((parameter, gradient, hidden))
+                parameter.grad = hidden
 
     def _show(self) -> None:
-        for parameter, gradient, stand_in in self._real:
-            if parameter.grad is stand_in:  # else the user has set it to None
+        for parameter, gradient, hidden in self._real:
+            if parameter.grad is hidden:  # else the user has set it to None
                 parameter.grad = gradient
         self._real.clear()
 
 
-class _GradientMetadata(Tensor):
-    """Stand-in with the metadata of a gradient, which is all that assignment to ``.grad`` checks."""
+class _HiddenGradient(Guard):
+    """Guard of what stands for a gradient."""
 
-    @staticmethod
-    def __new__(cls, gradient: Tensor) -> "_GradientMetadata":
-        made: _GradientMetadata = Tensor._make_wrapper_subclass(
-            cls, gradient.size(), strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
+    can_lift = False
+
+    def refusal(self, operation: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"`{operation}` of a gradient in a training step, which runs once per microbatch and on every stage. Call "
+            "`self.clip_gradients(optimizer, ...)` or `optimizer.zero_grad()`, or look at gradients in the hook "
+            "`on_before_optimizer_step`."
         )
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnsupportedError(
-            f"`{getattr(func, '__name__', func)}` of a gradient in a training step, which runs once per microbatch and "
-            "on every stage. Call `self.clip_gradients(optimizer, ...)` or `optimizer.zero_grad()`, or look at "
-            "gradients in the hook `on_before_optimizer_step`."
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.__torch_function__(func, types, args, kwargs)
 
 
 @final

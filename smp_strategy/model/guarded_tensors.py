@@ -44,6 +44,7 @@ __all__ = [
 #     data_parallel/parameter_pieces         values in shards; gathered in hooks, else refused
 #     data_parallel/zero1                    values on their way; waits for them
 #     engine/hooks/full_parameters           part of a split layer in a hook; gathered
+#     engine/manual_optimization             gradients while microbatches run; refused
 #
 # The object is the same all the time: `watch` and `unwatch` exchange its class, which PyTorch allows between Python
 # subclasses with the same layout. Guards nest: a hook's view watches parameters that rest.

@@ -218,9 +218,12 @@ def toy_module_weight(trained):
     return weight.numpy().tobytes()
 
 
-def test_checkpoints_of_others_cannot_be_verified(trained, capsys):
-    assert smp("verify", trained / "plain.ckpt") == 2
-    assert "another program" in capsys.readouterr().out
+def test_files_of_other_programs_are_verified_by_their_checksums(trained, tmp_path, capsys):
+    assert smp("verify", trained / "plain.ckpt") == 0
+    weight = toy_module_weight(trained)
+    (tmp_path / "x.ckpt").write_bytes((trained / "plain.ckpt").read_bytes().replace(weight, bytes(len(weight))))
+    assert smp("verify", tmp_path / "x.ckpt") == 1
+    assert "net.2.weight: has changed since it was written" in capsys.readouterr().out
 
 
 class Evil:

@@ -17,7 +17,7 @@ from smp_strategy.checkpoint.convert.safetensors import indexed, open_safetensor
 from smp_strategy.checkpoint.sources import put, with_spread
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.full_file import read_full
-from smp_strategy.checkpoint.storage.full_file_digests import has_digests
+from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, CheckpointKind
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
@@ -96,7 +96,7 @@ def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool =
         CheckpointError: it cannot be read, or has no weights.
     """
     found = contents_of(read_dict(path, verify=verify), kind="PyTorch file", source=str(path), weights_at=weights_at)
-    found.has_digests = has_digests(path)
+    found.has_digests = has_checksums(path)
     return found
 
 

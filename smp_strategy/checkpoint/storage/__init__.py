@@ -12,7 +12,7 @@ atomic_commit                         Atomic replacement: after a crash, the old
 detect_sharded, verified_reads        Sharded load: open a folder, read and verify the bytes that are needed,
 reader                                copy stored rectangles to local ones.
 weight_file                           A safetensors file that is written one tensor at a time; reads of a part of one.
-full_file, full_file_digests          Full checkpoint: one file of ``torch.save`` with digests inside.
+full_file, full_file_checksums        Full checkpoint: one file of ``torch.save``, verified by its checksums.
 torch_load                            ``torch.load`` without running code of a file.
 path_kind, sagemaker_folder           Format detection, and folders that may be replaced; tagged checkpoints.
 verify                                Full verification, the newest undamaged checkpoint.

@@ -1,20 +1,20 @@
 """Full checkpoint: one ordinary file of ``torch.save``, written in one pass, verified before it is read.
 
-Tensors are not copied to memory on the way to the disk, where Lightning holds all of them twice. The file has digests
-inside (:mod:`~smp_strategy.checkpoint.storage.full_file_digests`), which other readers ignore; files of other programs
-have none, and are read without.
+Tensors are not copied to memory on the way to the disk, where Lightning holds all of them twice. The checksums are
+those of ``torch.save`` (:mod:`~smp_strategy.checkpoint.storage.full_file_checksums`), so files of other programs are
+verified, too.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.atomic_commit import Check
-from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, append_digests, problems_of_bytes
+from smp_strategy.checkpoint.storage.full_file_checksums import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import advice
@@ -37,12 +37,12 @@ def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = c
         CheckpointError: it could not be written. The previous file is still there.
     """
     with replacing_full(Path(path), check=check) as file:
-        torch.save(content, file)  # type: ignore[arg-type] # only `write` and `flush` are used
+        torch.save(content, file)
 
 
 @contextmanager
-def replacing_full(path: Path, *, check: Check = check_replaceable) -> Iterator[ListeningFile]:
-    """Context that gives a file for ``torch.save``, adds its digests, and puts it in the place of ``path``.
+def replacing_full(path: Path, *, check: Check = check_replaceable) -> Iterator[BinaryIO]:
+    """Context that gives a file for ``torch.save``, and puts it in the place of ``path``.
 
     Args:
         path: See :func:`write_full`.
@@ -51,11 +51,11 @@ def replacing_full(path: Path, *, check: Check = check_replaceable) -> Iterator[
     Raises:
         CheckpointError: See :func:`write_full`.
     """
-    with commit.replacing(path, is_folder=False, check=check) as staging:
-        with open(staging, "w+b", buffering=_BUFFER) as file:
-            listening = ListeningFile(file)
-            yield listening
-        append_digests(staging, listening.heard)
+    with (
+        commit.replacing(path, is_folder=False, check=check) as staging,
+        open(staging, "w+b", buffering=_BUFFER) as file,
+    ):
+        yield file
 
 
 def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = True) -> Any:
@@ -67,7 +67,7 @@ def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = Tru
     Args:
         path: Path of the file, by us or by another program.
         weights_only: See ``torch.load``. Without it the file can run code: only for files that one trusts.
-        verify: Compare all of it to its digests first. If several ranks read the file, one may do that for all.
+        verify: Compare all of it to its checksums first. If several ranks read the file, one may do that for all.
 
     Raises:
         CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code. If it is damaged, an
@@ -85,7 +85,7 @@ def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = Tru
 
 
 def verify_full(path: Path | str) -> None:
-    """Compare all of a file to its digests, if it has some.
+    """Compare all of a file to its checksums, if it has some.
 
     Raises:
         CheckpointError: it has changed since it was written, or is no checkpoint; an undamaged one beside it is named.

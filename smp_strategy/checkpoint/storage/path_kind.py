@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -230,7 +231,7 @@ def _kind_of_file(file: Path) -> CheckpointKind:
     if not start:
         return CheckpointKind.EMPTY
     if start.startswith(b"PK"):
-        return _kind_of_archive(file, start, size)
+        return _kind_of_archive(file, start)
     if start.startswith(_OLD_TORCH):
         return CheckpointKind.TORCH_FILE
     if start.startswith(b"GGUF"):
@@ -239,17 +240,14 @@ def _kind_of_file(file: Path) -> CheckpointKind:
     return CheckpointKind.SAFETENSORS if is_header else CheckpointKind.OTHER
 
 
-def _kind_of_archive(file: Path, start: bytes, size: int) -> CheckpointKind:
-    """Kind of a zip archive. A damaged one may lack its table, which is at the end: then its first record or our
-    digests tell."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = {name.partition("/")[2] for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        length = int.from_bytes(start[26:28], "little")
-        names = {start[30 : 30 + length].decode(errors="replace").partition("/")[2]}
-    if "data.pkl" not in names:
-        with open(file, "rb") as opened:
-            opened.seek(max(size - 1024, 0))
-            return CheckpointKind.TORCH_FILE if b"smp_strategy:xxh3_128:" in opened.read() else CheckpointKind.ZIP
-    return CheckpointKind.TORCHSCRIPT if "constants.pkl" in names else CheckpointKind.TORCH_FILE
+def _kind_of_archive(file: Path, start: bytes) -> CheckpointKind:
+    """Kind of a zip archive. The table of a damaged one, which is at the end, may be missing or wrong: the first record
+    tells, too."""
+    length = int.from_bytes(start[26:28], "little")
+    names = [start[30 : 30 + length].decode(errors="replace")]
+    with suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), zipfile.ZipFile(file) as archive:
+        names += archive.namelist()
+    records = {name.partition("/")[2] for name in names}
+    if "data.pkl" not in records:
+        return CheckpointKind.ZIP
+    return CheckpointKind.TORCHSCRIPT if "constants.pkl" in records else CheckpointKind.TORCH_FILE

@@ -12,9 +12,8 @@ from typing import Final
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
-from smp_strategy.checkpoint.storage import full_file_digests as full_digests
 from smp_strategy.checkpoint.storage.detect_sharded import is_sharded, opened
-from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
+from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums, problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, has_manifest, kind_of
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verified_reads import Damage, problems_of_files
@@ -25,15 +24,15 @@ __all__ = ["has_digests", "problems_of", "advice", "previous"]
 
 def has_digests(path: Path) -> bool:
     """Whether damage of a file or folder would be noticed."""
-    return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
+    return has_manifest(path) if path.is_dir() else has_checksums(path)
 
 
 def problems_of(path: Path | str) -> list[Damage]:
     """Read all of a checkpoint and compare it with its digests.
 
     Takes a full file, a sharded folder, or a folder of other files with a manifest
-    (:mod:`~smp_strategy.checkpoint.storage.verified_reads`) with the folders in it. A checkpoint of another program has
-    no digests: it is opened at least.
+    (:mod:`~smp_strategy.checkpoint.storage.verified_reads`) with the folders in it. A checkpoint without
+    digests is opened at least.
 
     Raises:
         FileNotFoundError: there is nothing.

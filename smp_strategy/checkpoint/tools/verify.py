@@ -6,6 +6,7 @@ from pickle import UnpicklingError
 from typing import Final
 
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
+from smp_strategy.checkpoint.storage.full_file_checksums import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, kind_of, unreadable
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import advice, has_digests, problems_of
@@ -49,15 +50,20 @@ def verdict(path: Path) -> tuple[int, list[str]]:
         return _UNKNOWN, [str(error)]
     if (reason := unreadable(place, kind)) is not None:
         return _UNKNOWN, [reason]
-    if has_digests(place):
-        problems = problems_of(place)
-        return (_DAMAGED if problems else _INTACT), [str(each) for each in problems]
+    is_torch_file = place.is_file() and kind is CheckpointKind.TORCH_FILE
+    is_covered = has_digests(place)
+    if is_covered and (problems := (problems_of_bytes if is_torch_file else problems_of)(place)):
+        return _DAMAGED, [str(each) for each in problems]
+    if is_covered and not is_torch_file:
+        return _INTACT, []
     try:
-        if place.is_file() and kind is CheckpointKind.TORCH_FILE:
+        if is_torch_file:
             load_file(place, weights_only=True)
         else:
             open_checkpoint(place, verify=False)
     except CheckpointError as error:
         is_readable = kind is CheckpointKind.OTHER or isinstance(error.__cause__, UnpicklingError)
         return (_UNKNOWN if is_readable else _DAMAGED), [str(error)]
+    if is_covered:
+        return _INTACT, []
     return _UNKNOWN, ["readable, but another program wrote it, without digests: damage cannot be ruled out"]
