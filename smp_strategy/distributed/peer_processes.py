@@ -18,7 +18,8 @@ __all__ = ["PeerProcess", "exit_code_of", "has_ended", "how_it_ended", "is_stopp
 
 _GUESSES: Final[Mapping[int, str]] = {
     signal.SIGKILL: f", as the system does when memory runs out (see `dmesg`). {MORE}202",
-    signal.SIGBUS: f", as the system does when a file is made shorter while it is read, or `/dev/shm` is full. {MORE}509",
+    signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full. "
+    f"{MORE}509",
     signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
 }

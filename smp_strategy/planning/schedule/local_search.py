@@ -72,7 +72,7 @@ class LocalSearch:
 
     def _better(self, found: Timed, best: Timed) -> Timed:
         """The better one of ``best`` and ``found``, as it is or with whole backwards where no other pass intervenes."""
-        known = [(found.row.orders, found)]
+        known: list[tuple[Orders, Timed]] = [(found.row.orders, found)]
         for everywhere in (True, False):
             orders = self._graph.merged(found.row.orders, everywhere=everywhere)
             timed = next((timed for before, timed in known if before == orders), None) or self._follow(orders)
