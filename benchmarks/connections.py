@@ -20,7 +20,7 @@ from messages import stream
 
 from smp_strategy.distributed.mesh import STAGE_CONNECTIONS
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 
 MIB = 1 << 20
 SIZES, ROUNDS = (1, 4, 16), 5

@@ -42,8 +42,8 @@ from workloads import EngineSteps
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.open_channels import open_channels
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.open_channels import open_channels
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 
 KIB, MIB = 1 << 10, 1 << 20

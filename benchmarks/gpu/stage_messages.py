@@ -34,8 +34,8 @@ from smp_strategy.distributed.device import wait_for_all
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.open_channels import open_channels
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.open_channels import open_channels
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 
 WAYS = ("cuda_ipc", "shared_memory", "gloo")

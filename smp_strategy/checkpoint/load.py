@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.state_dict import held, to_fill
+from smp_strategy.checkpoint.state_dict import held, to_fill, with_lists
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, Source, TensorInfo
 from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
@@ -290,16 +290,7 @@ def decoded(kept: Mapping[str, Any]) -> dict[str, Any]:
         for key in path:
             level = level.setdefault(key, {})
         level[last] = value
-    return {key: _with_lists(value) for key, value in nested.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    if items and all(key.startswith("#") for key in items):
-        return [items[f"#{number}"] for number in range(len(items))]
-    return items
+    return {key: with_lists(value) for key, value in nested.items()}
 
 
 def _refuse_other_names(own: Collection[str], there: Collection[str], *, strict: bool) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "optimizer_state",
     "to_fill",
     "whole_module_state",
+    "with_lists",
     "whole_optimizer_state",
 ]
 
@@ -189,6 +190,16 @@ def encoded(value: Any, change: Callable[[str, Tensor], Any], name: str = "") ->
     if isinstance(value, Mapping):
         return {str(key): encoded(item, change, f"{name}.{key}".strip(".")) for key, item in value.items()}
     return value
+
+
+def with_lists(value: Any) -> Any:
+    """State with its lists again; the inverse of :func:`encoded`."""
+    if not isinstance(value, Mapping):
+        return value
+    items = {key: with_lists(item) for key, item in value.items()}
+    if items and all(isinstance(key, str) and key.startswith("#") for key in items):
+        return [items[f"#{number}"] for number in range(len(items))]
+    return items
 
 
 def _with_groups(

@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.prediction import Callee
-from smp_strategy.pipeline.isolation import Place
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.rehearsal import EndlessError, Rehearsal
+from smp_strategy.pipeline.isolation.written_values import Place
 from smp_strategy.pipeline.job import Job, Step
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
-from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import rehearse
@@ -38,7 +38,7 @@ class _RehearsalOutcome(NamedTuple):
     """Outcome of a rehearsal."""
 
     noted: Mapping[tuple[int, int, int, tuple[int, ...]], Any]
-    """Values that calls got; see :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
+    """Values that calls got; see :attr:`Rehearsal.noted <smp_strategy.pipeline.isolation.rehearsal.Rehearsal>`."""
     state: Mapping[Any, Any]
     """Values of all places in the end."""
     left: Sequence[Place]

@@ -29,8 +29,8 @@ from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.config.variables import ENV_PREFIX, note_on_others
 from smp_strategy.distributed import device as devices
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.pipeline.open_channels import HOST, measure_paths, open_channels
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.open_channels import HOST, measure_paths, open_channels
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["Examination", "Tried", "examine", "measured_transports", "render", "run"]
 

@@ -30,16 +30,16 @@ from smp_strategy.model.trace.side_effects import collectors
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import iterators_rewound, variables_restored
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.batch_record import BatchRecord
-from smp_strategy.pipeline.glue_parameters import GlueUses
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord
+from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
+from smp_strategy.pipeline.dist_calls.user_collectives import Replicas
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.job import Step
-from smp_strategy.pipeline.kept_tensors import refuse_kept
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.sample_watch import SampleWatch
+from smp_strategy.pipeline.shared_tensors.glue_parameters import GlueUses
+from smp_strategy.pipeline.shared_tensors.kept_tensors import refuse_kept
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import survey
-from smp_strategy.pipeline.user_collectives import Replicas
 from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
 
 __all__ = ["DryRun", "DryRunInput", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "undone"]

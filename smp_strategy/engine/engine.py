@@ -48,8 +48,8 @@ from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
-from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Job, Step, StepRun
+from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.grad_scaler import UnscaleResult
@@ -180,7 +180,7 @@ class Engine:
             module: the model to train.
             optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
-                :mod:`smp_strategy.pipeline.microbatch_state`.
+                :mod:`smp_strategy.pipeline.isolation.microbatch_state`.
             trains: whether there will be training steps. ``module`` may be as :meth:`stays_spread` says.
             is_placed: whether modules that the user places are placed already, and not at the first step at the latest.
 

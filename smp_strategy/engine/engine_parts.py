@@ -23,10 +23,10 @@ from smp_strategy.engine.pending_state import PendingState
 from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
-from smp_strategy.pipeline.carried_objects import CarriedObjects
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.dist_calls.user_collectives import replicas_of
+from smp_strategy.pipeline.isolation.carried_objects import CarriedObjects
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.recording import Recorded
-from smp_strategy.pipeline.user_collectives import replicas_of
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.mixed_precision import MixedPrecision
 

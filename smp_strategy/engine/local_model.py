@@ -40,7 +40,7 @@ from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.engine.take_holdings import take_holdings
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients

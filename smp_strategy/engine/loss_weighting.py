@@ -1,13 +1,13 @@
 """When the terms of losses get weights, and the line for the user if some have none.
 
-:mod:`smp_strategy.pipeline.loss_weights` explains the weights. Looking for terms costs a little in each step, so a kind
-of step in which there were none is not looked at again, unless it takes another path.
+:mod:`smp_strategy.pipeline.batch_loss.loss_weights` explains the weights. Looking for terms costs a little in each
+step, so a kind of step in which there were none is not looked at again, unless it takes another path.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from smp_strategy.pipeline.loss_weights import LossWeights
+from smp_strategy.pipeline.batch_loss.loss_weights import LossWeights
 
 __all__ = ["LossWeighting", "render_problems"]
 

@@ -20,8 +20,8 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.microbatch_notes import note_on_comparison
 from smp_strategy.engine.startup_report import render_order
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.glue_parameters import NewUseError
 from smp_strategy.pipeline.job import Step
+from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 
 __all__ = ["FirstStep", "look", "needs_look", "refuse_new_hooks", "refuse_rescaled", "refuse_rewritten", "rehearse"]

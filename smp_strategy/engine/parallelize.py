@@ -45,13 +45,13 @@ from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.places import reached_by_hooks
-from smp_strategy.pipeline.glue_parameters import NewUseError
-from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
+from smp_strategy.pipeline.dist_calls.user_collectives import replicas_of
 from smp_strategy.pipeline.repeated_uses import widening_backward
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.transport import Transport
-from smp_strategy.pipeline.user_collectives import replicas_of
+from smp_strategy.pipeline.transport.open_channels import measure_paths, open_channels, render_paths
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.tensor_parallel.plan.user_choices import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitModule

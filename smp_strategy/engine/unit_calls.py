@@ -24,16 +24,16 @@ from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.isolation import KnownPlaces
-from smp_strategy.pipeline.module_hooks import (
+from smp_strategy.pipeline.dist_calls.user_collectives import WatchedCollectives
+from smp_strategy.pipeline.isolation.written_values import KnownPlaces
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.wrapping.module_hooks import (
     hide_backward_hooks,
     hide_weight_hooks,
     show_backward_hooks,
     show_weight_hooks,
     with_weight_hooks,
 )
-from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.user_collectives import WatchedCollectives
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
 __all__ = ["UnitCalls"]

@@ -20,7 +20,7 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.transport.transport import Receipt
 
 __all__ = ["MicrobatchBackward"]
 

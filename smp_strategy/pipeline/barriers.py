@@ -13,13 +13,13 @@ from typing import Any, final
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.action_order import ALL_SEGMENTS
-from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.dist_calls.user_collectives import ReplicaCollectives
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.placed_tensor import Interpreter
-from smp_strategy.pipeline.user_collectives import ReplicaCollectives
+from smp_strategy.pipeline.wrapping.autograd_functions import watched_entrances
 
 __all__ = ["Barrier", "BarrierRun", "BarrierSteps", "PausedStep"]
 

@@ -32,25 +32,25 @@ from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_changes, place_plain, share_memory, take_change
-from smp_strategy.pipeline.arguments import CallArguments, refuse_hidden, refuse_transform
+from smp_strategy.pipeline.batch_loss.loss_weights import ProgramTerms
+from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
 from smp_strategy.pipeline.current_program import CurrentProgram
-from smp_strategy.pipeline.draws import ProgramDraws
-from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.kept_tensors import call_with_known, without_others
+from smp_strategy.pipeline.isolation.draws import ProgramDraws
+from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 from smp_strategy.pipeline.local_graph import LocalGraph
-from smp_strategy.pipeline.loss_weights import ProgramTerms
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall, assemble, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
-from smp_strategy.pipeline.sample_watch import SampleWatch
 from smp_strategy.pipeline.segments import cut_off
+from smp_strategy.pipeline.shared_tensors.aliasing import follow_changes, place_plain, share_memory, take_change
+from smp_strategy.pipeline.shared_tensors.arguments import CallArguments, refuse_hidden, refuse_transform
+from smp_strategy.pipeline.shared_tensors.kept_tensors import call_with_known, without_others
+from smp_strategy.pipeline.shared_tensors.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.transport.transport import Receipt
 from smp_strategy.pipeline.unpredictable import UnpredictableCalls
-from smp_strategy.pipeline.wrap_unit import wrap_unit
+from smp_strategy.pipeline.wrapping.wrap_unit import wrap_unit
 
 __all__ = ["MicrobatchInterpreter"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Trace
+from smp_strategy.pipeline.batch_loss.loss_weights import LossWeights
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.loss_weights import LossWeights
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["Job", "Step", "StepRun", "check_loss", "trace_of"]

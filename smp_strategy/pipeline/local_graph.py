@@ -14,7 +14,7 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import MOST_MOVES, Move, Placement
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.transport.transport import Receipt
 
 __all__ = ["LocalGraph"]
 

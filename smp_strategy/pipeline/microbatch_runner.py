@@ -15,13 +15,13 @@ from smp_strategy.pipeline.backward import MicrobatchBackward
 from smp_strategy.pipeline.coroutine import Coroutine, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.job import Job, StepRun, trace_of
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import StepEnd
-from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.transport.transport import Receipt
 
 __all__ = ["MicrobatchRunner"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from smp_strategy.distributed.deadlock import PATIENCE_SECONDS, PAUSE_SECONDS, watch_of
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
-from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.transport.transport import Receipt
 
 __all__ = ["finish_off_plan"]
 

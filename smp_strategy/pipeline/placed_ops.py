@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.torch_private import plain_functions
-from smp_strategy.pipeline.inner_gradients import gradients_in_step
 from smp_strategy.pipeline.segments import start_of_gradient
+from smp_strategy.pipeline.wrapping.inner_gradients import gradients_in_step
 
 __all__ = ["ANSWERED", "READS", "REFUSED", "calling_line", "operation_name"]
 

@@ -27,7 +27,7 @@ from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import METADATA, TensorSpec
 from smp_strategy.pipeline.placed_ops import ANSWERED, READS, REFUSED, calling_line, operation_name
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.tensor_memory import TensorMemory
+from smp_strategy.pipeline.shared_tensors.tensor_memory import TensorMemory
 
 __all__ = ["Interpreter", "PlacedTensor", "program_of"]
 

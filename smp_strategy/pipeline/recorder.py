@@ -17,7 +17,7 @@ from smp_strategy.activations.policy import OffloadStats
 from smp_strategy.distributed.torch_private import is_profiling
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["Recorder"]
 

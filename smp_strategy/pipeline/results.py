@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.model.trace.pytree import flatten, is_opened_placed
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["begin_to_make_real", "up_to_date"]
 

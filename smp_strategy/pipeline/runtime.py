@@ -24,21 +24,21 @@ from smp_strategy.pipeline.action_order import (
     program_order,
     tail_of,
 )
-from smp_strategy.pipeline.autograd_functions import refuse_in_function, watched_entrances
 from smp_strategy.pipeline.barriers import BarrierSteps
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.dist_calls.user_collectives import ReplicaCollectives
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.writes import WatchedWrites
 from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.off_plan import finish_off_plan
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.user_collectives import ReplicaCollectives
-from smp_strategy.pipeline.wrap_unit import call_directly
-from smp_strategy.pipeline.writes import WatchedWrites
+from smp_strategy.pipeline.wrapping.autograd_functions import refuse_in_function, watched_entrances
+from smp_strategy.pipeline.wrapping.wrap_unit import call_directly
 
 __all__ = ["Runtime"]
 

@@ -12,13 +12,13 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.pipeline.carried_objects import CarriedObjects
+from smp_strategy.pipeline.dist_calls.user_collectives import Replicas
+from smp_strategy.pipeline.isolation.carried_objects import CarriedObjects
+from smp_strategy.pipeline.isolation.rehearsal import Rehearsal
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.program_trace import Latest
-from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.results import begin_to_make_real
-from smp_strategy.pipeline.transport import Transport
-from smp_strategy.pipeline.user_collectives import Replicas
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["Stage", "WithWeights"]
 

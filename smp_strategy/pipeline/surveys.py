@@ -8,14 +8,14 @@ from torch import Tensor
 
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.pipeline.autograd_functions import watched_entrances
+from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
-from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.sample_watch import SampleWatch
+from smp_strategy.pipeline.wrapping.autograd_functions import watched_entrances
 
 __all__ = ["alone", "entered", "rehearse", "run_alone", "survey"]
 

@@ -31,13 +31,13 @@ from smp_strategy.model.trace.prediction import (
 from smp_strategy.model.trace.pytree import LeafSlot, flatten_result
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.draws import ProgramDraws
+from smp_strategy.pipeline.isolation.draws import ProgramDraws
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import CallOutcome, InterpretedCall
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
-from smp_strategy.pipeline.replicated_tensors import refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
+from smp_strategy.pipeline.shared_tensors.replicated_tensors import refuse_changed_plain
 
 __all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
 

@@ -163,6 +163,21 @@ def test_the_core_of_the_pipeline_can_be_read_in_one_sitting():
     assert sum(lines) <= 2500
 
 
+def test_special_cases_of_the_pipeline_do_not_know_each_other(nodes):
+    rooms = {path.parent.name for path in (PACKAGE / "pipeline").glob("*/__init__.py")}
+    offenders = []
+    for path, inside in nodes.items():
+        room = path.relative_to(PACKAGE).parts[1] if path.is_relative_to(PACKAGE / "pipeline") else ""
+        for node in inside if room in rooms else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smp_strategy.pipeline."):
+                other = node.module.split(".")[2]
+                # Messages know no program at all.
+                if other != room and (other in rooms or room == "transport"):
+                    offenders.append(f"{name_of(path)}:{node.lineno}: {node.module}")
+    assert len(rooms) == 6
+    assert not offenders, "\n".join(offenders)
+
+
 def test_ranks_wait_for_each_other_in_the_way_that_is_watched(nodes):
     bare = []
     for path, inside in nodes.items():

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import smp_strategy.pipeline.device_channels.device_channel as device_channel
-import smp_strategy.pipeline.device_channels.nccl_channel as nccl_channel
-import smp_strategy.pipeline.open_channels as open_channels
+import smp_strategy.pipeline.transport.device_channels.device_channel as device_channel
+import smp_strategy.pipeline.transport.device_channels.nccl_channel as nccl_channel
+import smp_strategy.pipeline.transport.open_channels as open_channels
 from smp_strategy.distributed.device_paths.device_ipc import DeviceIpc
 from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
 from smp_strategy.distributed.host_copies import HostCopies, Landed
-from smp_strategy.pipeline.device_channels.paths import DevicePath, NcclPath, SlotPath, StagePlaces
-from smp_strategy.pipeline.device_channels.slot_memories import IpcSlots, PageLockedSlots
+from smp_strategy.pipeline.transport.device_channels.paths import DevicePath, NcclPath, SlotPath, StagePlaces
+from smp_strategy.pipeline.transport.device_channels.slot_memories import IpcSlots, PageLockedSlots
 
 HOST = torch.device("cpu")
 

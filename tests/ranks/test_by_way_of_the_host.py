@@ -13,7 +13,7 @@ from torch import Tensor
 
 import smp_strategy.distributed.collectives.host_staged as staged
 import smp_strategy.distributed.collectives.interface as collectives
-import smp_strategy.pipeline.channel as channel
+import smp_strategy.pipeline.transport.channel as channel
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.engine.engine import Engine

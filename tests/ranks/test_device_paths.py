@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import smp_strategy.pipeline.device_channels.probe as probing
+import smp_strategy.pipeline.transport.device_channels.probe as probing
 from smp_strategy.distributed.host_copies import Landed
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.device_channels.nccl_channel import NcclChannel
-from smp_strategy.pipeline.device_channels.slot_channel import SlotChannel
-from smp_strategy.pipeline.device_channels.slots import SlotPool
-from smp_strategy.pipeline.open_channels import measure_paths, open_channels, render_paths
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.device_channels.nccl_channel import NcclChannel
+from smp_strategy.pipeline.transport.device_channels.slot_channel import SlotChannel
+from smp_strategy.pipeline.transport.device_channels.slots import SlotPool
+from smp_strategy.pipeline.transport.open_channels import measure_paths, open_channels, render_paths
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.test_pipeline import assert_same, one_process, run_pipeline
 from tests.ranks.path_doubles import HOST, EdgeOfGloo, IpcOfHost, new_edge, with_paths

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import smp_strategy.distributed.shared_arena as arenas
-import smp_strategy.pipeline.shared_memory_channel as shared
+import smp_strategy.pipeline.transport.shared_memory_channel as shared
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.shared_arena import Arena
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.open_channels import MeasuredPath, measure_paths, open_channels, render_paths
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.open_channels import MeasuredPath, measure_paths, open_channels, render_paths
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
 from tests.parity.test_pipeline import assert_same, one_process, run_pipeline

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.transport import Transport
-from smp_strategy.pipeline.wire_format import MARK
+from smp_strategy.pipeline.transport.transport import Transport
+from smp_strategy.pipeline.transport.wire_format import MARK
 from smp_strategy.testing import run_ranks
 
 TENSORS: dict[str, Tensor] = {

@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, tensors_of
+from smp_strategy.checkpoint.state_dict import with_lists
 from smp_strategy.errors import CheckpointError
 
 __all__ = [
@@ -346,7 +347,7 @@ def read_optimizer(
         where: Key of the state, for remarks.
         remarks: Gets one if parameters are found by shapes, or not at all.
     """
-    kept = {key: _decoded(value) for key, value in state["state"].items()}
+    kept = {key: with_lists(value) for key, value in state["state"].items()}
     groups = [dict(group) for group in state["param_groups"]]
     names, is_guess = named_groups(groups, {key: _shape(value) for key, value in kept.items()}, weights)
     if names is None:
@@ -376,16 +377,6 @@ def _shape(kept: Any) -> Shape | None:
     """Shape of a parameter, if all tensors of its state that are no single numbers have one shape."""
     shapes = {tensor.shape for tensor in tensors_of(kept) if tensor.shape}
     return shapes.pop() if len(shapes) == 1 else None
-
-
-def _decoded(value: Any) -> Any:
-    """Restore lists, which sharded folders have as dicts with the keys ``#0``, ``#1``."""
-    if not isinstance(value, Mapping):
-        return value
-    items = {key: _decoded(item) for key, item in value.items()}
-    if items and all(isinstance(key, str) and key.startswith("#") for key in items):
-        return [items[f"#{number}"] for number in range(len(items))]
-    return items
 
 
 def _add_rest(found: CheckpointContents, others: Mapping[str, Any]) -> None:

@@ -37,10 +37,10 @@ from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwa
 from smp_strategy.model.ownership import HomeStages, home_of
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.step_end import THE_END
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["HookView"]
 

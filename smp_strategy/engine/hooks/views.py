@@ -12,7 +12,7 @@ from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.surveys import alone
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["Views"]
 

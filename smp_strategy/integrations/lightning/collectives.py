@@ -5,7 +5,7 @@ one replica have the same samples, so values are exchanged between replicas only
 sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
 
 Inside a step all of them concern the replicas. They call torch's own collectives there, which become operations of the
-step (:mod:`smp_strategy.pipeline.user_collectives`).
+step (:mod:`smp_strategy.pipeline.dist_calls.user_collectives`).
 """
 
 from collections.abc import Callable

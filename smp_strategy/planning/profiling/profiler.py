@@ -35,9 +35,9 @@ from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.trace.work import Work
+from smp_strategy.pipeline.dist_calls.user_collectives import ReplicaCollectives, Replicas
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
-from smp_strategy.pipeline.user_collectives import ReplicaCollectives, Replicas
 from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 
 __all__ = ["MeasuringOptions", "assign", "measure", "relative_speeds", "Sample", "measure_alone"]

@@ -23,7 +23,7 @@ from smp_strategy.distributed.message_tags import CLOCKS
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.recording import Recorded, Recording
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.reports.timeline.timeline import Timeline
 
 __all__ = ["Exchange", "aligned", "gather", "offset_of", "offsets"]

@@ -12,8 +12,8 @@ import smp_strategy.distributed.device_paths.ordered_edge as ordered_edge
 from smp_strategy.distributed.device_paths.ordered_edge import NcclEdge
 from smp_strategy.distributed.device_paths.page_locking import page_lock, page_unlock
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.open_channels import open_channels
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.open_channels import open_channels
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp_strategy.pipeline.batch_record import BatchRecord, OutOfSightError
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, OutOfSightError
 
 LABELS = torch.tensor([[1, 2, 0], [0, 0, 3], [1, 0, 0], [0, 0, 0]])
 

@@ -8,7 +8,7 @@ import torch
 from smp_strategy.distributed.agreement.topics import UNIT_ARGUMENTS
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
-from smp_strategy.pipeline.carried_objects import CarriedObjects
+from smp_strategy.pipeline.isolation.carried_objects import CarriedObjects
 
 
 class Cache:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.pipeline.collective_results import AS_IF_ALIKE, ReplicaNumber
+from smp_strategy.pipeline.dist_calls.collective_results import AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

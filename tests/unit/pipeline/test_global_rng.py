@@ -10,7 +10,7 @@ from smp_strategy.distributed.rng_state import drawing_from, global_state
 from smp_strategy.engine.hooks.cross_stage import _RANDOM
 from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 
 HOST = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.isolation import is_same_value
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.written_values import is_same_value
 
 
 class Turns:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from smp_strategy.model.trace.places import MOST_ENTRIES
-from smp_strategy.pipeline.isolation import MISSING, merged
-from smp_strategy.pipeline.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.isolation.written_values import MISSING, merged
 
 
 class Glue(nn.Module):

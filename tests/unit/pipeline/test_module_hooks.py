@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from smp_strategy.pipeline.module_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
+from smp_strategy.pipeline.wrapping.module_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
 
 
 def layer() -> nn.Linear:

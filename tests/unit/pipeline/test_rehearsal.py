@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.pipeline.rehearsal import frozen
+from smp_strategy.pipeline.isolation.rehearsal import frozen
 
 
 class Own:

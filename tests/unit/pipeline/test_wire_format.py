@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.wire_format import pack
+from smp_strategy.pipeline.transport.wire_format import pack
 
 
 def address(tensor: Tensor) -> int:

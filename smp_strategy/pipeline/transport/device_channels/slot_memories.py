@@ -27,7 +27,7 @@ from smp_strategy.distributed.device_paths.device_ipc import DeviceIpc
 from smp_strategy.distributed.host_copies import HostCopies, Landed, StreamEvent
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.distributed.torch_modes import outside_inference_mode
-from smp_strategy.pipeline.device_channels.slots import CONTROL_BYTES, MessageSlot
+from smp_strategy.pipeline.transport.device_channels.slots import CONTROL_BYTES, MessageSlot
 
 __all__ = ["IpcSlots", "PageLockedSlots", "SlotMemory"]
 

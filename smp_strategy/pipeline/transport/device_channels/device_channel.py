@@ -11,7 +11,7 @@ from torch import Tensor
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, Header
+from smp_strategy.pipeline.transport.channel import Channel, Header
 
 __all__ = ["DeviceChannel"]
 

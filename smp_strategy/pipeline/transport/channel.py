@@ -22,7 +22,7 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import HostCopies, Landed, OnHost
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline import wire_format as messages
+from smp_strategy.pipeline.transport import wire_format as messages
 
 __all__ = ["GLOO", "Channel", "GlooChannel", "Header"]
 

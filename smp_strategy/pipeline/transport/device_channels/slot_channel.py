@@ -17,12 +17,12 @@ from smp_strategy.distributed.host_copies import HostCopies, Landed, OnHost, Str
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, Header
-from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
-from smp_strategy.pipeline.device_channels.slot_memories import SlotMemory
-from smp_strategy.pipeline.device_channels.slots import LentSlots, SlotPool
-from smp_strategy.pipeline.place_header import PlaceHeader, place_header
-from smp_strategy.pipeline.wire_format import dense_strides, received_strides
+from smp_strategy.pipeline.transport.channel import Channel, Header
+from smp_strategy.pipeline.transport.device_channels.device_channel import DeviceChannel
+from smp_strategy.pipeline.transport.device_channels.slot_memories import SlotMemory
+from smp_strategy.pipeline.transport.device_channels.slots import LentSlots, SlotPool
+from smp_strategy.pipeline.transport.place_header import PlaceHeader, place_header
+from smp_strategy.pipeline.transport.wire_format import dense_strides, received_strides
 
 __all__ = ["SlotChannel"]
 

@@ -12,10 +12,10 @@ from smp_strategy.model.trace.fake_call import is_left_behind
 from smp_strategy.model.trace.side_effects import containers_of_objects
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.aliasing import follow_changes
-from smp_strategy.pipeline.kept_tensors import AdoptedTensors
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
+from smp_strategy.pipeline.shared_tensors.aliasing import follow_changes
+from smp_strategy.pipeline.shared_tensors.kept_tensors import AdoptedTensors
 
 __all__ = ["CallArguments", "refuse_hidden", "refuse_transform"]
 

@@ -19,8 +19,8 @@ from smp_strategy.distributed.failure import StoreCall
 from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.torch_modes import ThreadModes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel
-from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
+from smp_strategy.pipeline.transport.channel import Channel
+from smp_strategy.pipeline.transport.device_channels.device_channel import DeviceChannel
 
 __all__ = ["PATTERN_BYTES", "PROBE_SECONDS", "give_up", "probe"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from smp_strategy.distributed.host_copies import Landed
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Header
-from smp_strategy.pipeline.wire_format import MARK
+from smp_strategy.pipeline.transport.channel import Header
+from smp_strategy.pipeline.transport.wire_format import MARK
 
 __all__ = ["PlaceHeader", "place_header"]
 

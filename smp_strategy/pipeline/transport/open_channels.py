@@ -20,11 +20,11 @@ from smp_strategy.distributed.message_tags import BANDWIDTH
 from smp_strategy.distributed.shared_arena import open_arenas
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, GlooChannel
-from smp_strategy.pipeline.device_channels.paths import StagePlaces, device_paths
-from smp_strategy.pipeline.device_channels.probe import give_up, probe
-from smp_strategy.pipeline.shared_memory_channel import SharedMemoryChannel
-from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.transport.channel import Channel, GlooChannel
+from smp_strategy.pipeline.transport.device_channels.paths import StagePlaces, device_paths
+from smp_strategy.pipeline.transport.device_channels.probe import give_up, probe
+from smp_strategy.pipeline.transport.shared_memory_channel import SharedMemoryChannel
+from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["MeasuredPath", "measure_paths", "open_channels", "render_paths"]
 

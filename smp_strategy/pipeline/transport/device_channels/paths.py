@@ -1,6 +1,6 @@
 """Paths between accelerators, the best one first, and the ranks that each is possible between, as far as is known.
 
-A trial of the channels decides (:mod:`~smp_strategy.pipeline.device_channels.probe`).
+A trial of the channels decides (:mod:`~smp_strategy.pipeline.transport.device_channels.probe`).
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ from smp_strategy.distributed.device_paths.ordered_edge import NcclEdge, Ordered
 from smp_strategy.distributed.device_paths.page_locking import page_lock, page_unlock
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
-from smp_strategy.pipeline.channel import Channel
-from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
-from smp_strategy.pipeline.device_channels.nccl_channel import NcclChannel, OrderKeeper
-from smp_strategy.pipeline.device_channels.probe import PATTERN_BYTES
-from smp_strategy.pipeline.device_channels.slot_channel import SlotChannel
-from smp_strategy.pipeline.device_channels.slot_memories import IpcSlots, PageLockedSlots, SlotMemory
+from smp_strategy.pipeline.transport.channel import Channel
+from smp_strategy.pipeline.transport.device_channels.device_channel import DeviceChannel
+from smp_strategy.pipeline.transport.device_channels.nccl_channel import NcclChannel, OrderKeeper
+from smp_strategy.pipeline.transport.device_channels.probe import PATTERN_BYTES
+from smp_strategy.pipeline.transport.device_channels.slot_channel import SlotChannel
+from smp_strategy.pipeline.transport.device_channels.slot_memories import IpcSlots, PageLockedSlots, SlotMemory
 
 __all__ = ["DevicePath", "NcclPath", "SlotPath", "StagePlaces", "device_paths"]
 

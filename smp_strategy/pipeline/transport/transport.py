@@ -1,13 +1,13 @@
 """Point-to-point send and receive of tensors between the stages of one replica.
 
 A send returns at once, and later in-place changes of its tensor do not reach the message
-(:mod:`smp_strategy.pipeline.wire_format`). A receive is posted when it is known and waited for when it is needed; no
-thread is woken for a message that has arrived by then.
+(:mod:`smp_strategy.pipeline.transport.wire_format`). A receive is posted when it is known and waited for when it is
+needed; no thread is woken for a message that has arrived by then.
 
 Each message has a *header*, which gloo carries. gloo matches headers of a pair of ranks by tag, so messages may
-overtake each other. The :class:`~smp_strategy.pipeline.channel.Channel` to the other stage decides what else there is:
-the header may contain the tensor or say where it is. Large headers take several
-:class:`~smp_strategy.pipeline.connections.Connections`.
+overtake each other. The :class:`~smp_strategy.pipeline.transport.channel.Channel` to the other stage decides what else
+there is: the header may contain the tensor or say where it is. Large headers take several
+:class:`~smp_strategy.pipeline.transport.connections.Connections`.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import GLOO, Channel, GlooChannel
-from smp_strategy.pipeline.connections import Connections
+from smp_strategy.pipeline.transport.channel import GLOO, Channel, GlooChannel
+from smp_strategy.pipeline.transport.connections import Connections
 
 __all__ = ["Receipt", "Transport"]
 

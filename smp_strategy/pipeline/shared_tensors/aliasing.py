@@ -21,7 +21,7 @@ from smp_strategy.pipeline.outcome import check_tensor
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.program_trace import ProgramTrace
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.tensor_memory import Change
+from smp_strategy.pipeline.shared_tensors.tensor_memory import Change
 
 __all__ = ["follow_changes", "place_plain", "share_memory", "take_change"]
 

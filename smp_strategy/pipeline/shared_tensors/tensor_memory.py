@@ -1,4 +1,5 @@
-"""Memory of placed tensors, which views share, and its in-place changes (:mod:`smp_strategy.pipeline.aliasing`)."""
+"""Memory of placed tensors, which views share, and its in-place changes
+(:mod:`smp_strategy.pipeline.shared_tensors.aliasing`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

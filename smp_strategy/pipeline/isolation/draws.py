@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, final
 
 from smp_strategy.model.rng import Streams, derive_seed
-from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 
 __all__ = ["ProgramDraws"]
 

@@ -17,9 +17,9 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import Landed, OnHost
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, Header
-from smp_strategy.pipeline.place_header import PlaceHeader, place_header
-from smp_strategy.pipeline.wire_format import dense_strides, unpacked
+from smp_strategy.pipeline.transport.channel import Channel, Header
+from smp_strategy.pipeline.transport.place_header import PlaceHeader, place_header
+from smp_strategy.pipeline.transport.wire_format import dense_strides, unpacked
 
 __all__ = ["SharedMemoryChannel"]
 

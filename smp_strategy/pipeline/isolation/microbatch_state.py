@@ -24,7 +24,10 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.places import Variables, places_of_step, variables_of
 from smp_strategy.model.trace.snapshot import delete_item, set_items, stored
-from smp_strategy.pipeline.isolation import (
+from smp_strategy.pipeline.isolation.rehearsal import frozen
+from smp_strategy.pipeline.isolation.torch_switches import TorchSwitches
+from smp_strategy.pipeline.isolation.writes import BufferWrites
+from smp_strategy.pipeline.isolation.written_values import (
     MISSING,
     Content,
     Contents,
@@ -41,9 +44,6 @@ from smp_strategy.pipeline.isolation import (
     late_switch,
     merged,
 )
-from smp_strategy.pipeline.rehearsal import frozen
-from smp_strategy.pipeline.torch_switches import TorchSwitches
-from smp_strategy.pipeline.writes import BufferWrites
 
 __all__ = ["MicrobatchState"]
 

@@ -1,9 +1,9 @@
 """Weights of the terms of a loss in the microbatches of a step, so that the loss is that of the whole batch.
 
-While the first microbatch's program runs, a :class:`~smp_strategy.pipeline.batch_record.BatchRecord` follows what it
-computes from its batch, and calls that are terms (:mod:`smp_strategy.pipeline.loss_terms`) are noted by their position
-in the program. The stage that runs a term computes its count for all microbatches at that moment, before any backward:
-labels and masks are on every stage. The others do nothing, so stages need not agree on anything.
+While the first microbatch's program runs, a :class:`~smp_strategy.pipeline.batch_loss.batch_record.BatchRecord` follows
+what it computes from its batch, and calls that are terms (:mod:`smp_strategy.pipeline.batch_loss.loss_terms`) are noted
+by their position in the program. The stage that runs a term computes its count for all microbatches at that moment,
+before any backward: labels and masks are on every stage. The others do nothing, so stages need not agree on anything.
 
 A term is replaced by one whose weighted mean over the microbatches is that of the batch. So everything that follows
 from it is right as well: the loss, its parts, and what the step logs of them.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.pipeline.batch_record import BatchRecord, OutOfSightError
-from smp_strategy.pipeline.loss_terms import (
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, OutOfSightError
+from smp_strategy.pipeline.batch_loss.loss_terms import (
     Divisor,
     MeanOver,
     Problem,

@@ -1,8 +1,8 @@
 """Channel through NCCL, for large tensors of accelerators on different machines.
 
 Each direction is an edge with a communicator and a stream of its own; an order of its messages is agreed upon by
-announcements (:mod:`~smp_strategy.pipeline.device_channels.message_order`). The header says which number the tensor
-has. No host waits for the device.
+announcements (:mod:`~smp_strategy.pipeline.transport.device_channels.message_order`). The header says which number the
+tensor has. No host waits for the device.
 
 Small tensors do not queue up behind large ones on the edge, and need one message of gloo instead of two. Their copies
 to the host and back take some microseconds each, about as long as a kernel of NCCL.
@@ -20,16 +20,16 @@ from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
 from smp_strategy.distributed.host_copies import HostCopies, Landed
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.channel import Channel, Header
-from smp_strategy.pipeline.device_channels.device_channel import DeviceChannel
-from smp_strategy.pipeline.device_channels.message_order import (
+from smp_strategy.pipeline.transport.channel import Channel, Header
+from smp_strategy.pipeline.transport.device_channels.device_channel import DeviceChannel
+from smp_strategy.pipeline.transport.device_channels.message_order import (
     AnnouncementReader,
     AnnouncementWriter,
     IncomingOrder,
     OutgoingOrder,
 )
-from smp_strategy.pipeline.place_header import PlaceHeader, place_header
-from smp_strategy.pipeline.wire_format import dense_strides, received_strides
+from smp_strategy.pipeline.transport.place_header import PlaceHeader, place_header
+from smp_strategy.pipeline.transport.wire_format import dense_strides, received_strides
 
 __all__ = ["NcclChannel", "OrderKeeper"]
 

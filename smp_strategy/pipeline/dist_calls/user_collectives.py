@@ -3,7 +3,7 @@
 In a step the default process group means the same stage of all replicas ([Note: collectives mean replicas] below). A
 collective of values that exist on one stage only is one operation of the program, on that stage; inside of units, and
 with values that every stage has, it is called directly. In a dry run or with a single replica its result is computed
-without communication (:mod:`smp_strategy.pipeline.collective_results`).
+without communication (:mod:`smp_strategy.pipeline.dist_calls.collective_results`).
 
 Outside of steps the functions of torch behave as before, and are watched for deadlocks
 (:mod:`smp_strategy.distributed`).
@@ -28,10 +28,10 @@ from smp_strategy.distributed.deadlock import BegunCollective, watch_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.pipeline.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.dist_calls.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
+from smp_strategy.pipeline.dist_calls.process_counts import counting_replicas
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
-from smp_strategy.pipeline.process_counts import counting_replicas
 
 __all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 

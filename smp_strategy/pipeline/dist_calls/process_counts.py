@@ -2,8 +2,8 @@
 
 Models of Hugging Face divide a count that they have summed over all processes by
 ``accelerate.PartialState().num_processes``, and scripts read ``WORLD_SIZE``. In a step the sum runs over the replicas
-([Note: collectives mean replicas] in :mod:`smp_strategy.pipeline.user_collectives`), so these numbers are those of the
-replicas there as well.
+([Note: collectives mean replicas] in :mod:`smp_strategy.pipeline.dist_calls.user_collectives`), so these numbers are
+those of the replicas there as well.
 
 They change for the whole process, also for threads that write a checkpoint meanwhile. So the index of this process
 stays what it is: a thread that asks for the main process must not find two.

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smp_strategy.pipeline.batch_record import BatchRecord, BatchValue
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, BatchValue
 from smp_strategy.pipeline.placed_ops import operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 

@@ -24,9 +24,9 @@ from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.side_effects import watched
-from smp_strategy.pipeline.module_hooks import with_backward_hooks
 from smp_strategy.pipeline.placed_tensor import Interpreter
 from smp_strategy.pipeline.stage import Stage, WithWeights
+from smp_strategy.pipeline.wrapping.module_hooks import with_backward_hooks
 
 __all__ = ["call_directly", "wrap_unit"]
 

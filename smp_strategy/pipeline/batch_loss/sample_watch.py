@@ -3,7 +3,7 @@
 Such a loss (contrastive losses with negatives in the batch, correlations over the batch, prototypes) is another one in
 a microbatch, which has fewer samples to compare, and none at all if it has one. Nothing but the glue can do so: units
 are taken to keep samples apart (norms of a batch have a note of their own). Which operation it is follows from where
-the samples are in each tensor: :mod:`smp_strategy.pipeline.sample_spread`.
+the samples are in each tensor: :mod:`smp_strategy.pipeline.batch_loss.sample_spread`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,10 @@ from torch import Tensor
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.pipeline.batch_record import BatchRecord
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord
+from smp_strategy.pipeline.batch_loss.sample_spread import Mixing, Spread, spread_of, unit_spread_of
 from smp_strategy.pipeline.placed_ops import calling_line, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.sample_spread import Mixing, Spread, spread_of, unit_spread_of
 
 __all__ = ["SampleWatch"]
 
