@@ -142,10 +142,10 @@ def vit() -> nn.Module:
         num_hidden_layers=4,
         num_attention_heads=2,
         intermediate_size=32,
-        num_labels=10,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
+    config.num_labels = 10
     return WithOwnLoss(ViTForImageClassification(config))
 
 

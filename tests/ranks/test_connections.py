@@ -12,9 +12,9 @@ from torch import Tensor
 
 from smp_strategy.distributed.mesh import STAGE_CONNECTIONS
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.transport import connections
 from smp_strategy.pipeline.transport.connections import Connections
 from smp_strategy.pipeline.transport.open_channels import measure_paths, render_paths
-from smp_strategy.pipeline.transport import connections
 from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.test_pipeline import assert_same, one_process, run_pipeline

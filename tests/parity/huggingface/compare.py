@@ -79,6 +79,7 @@ def one_rank(architecture: Architecture, stages: int) -> tuple[Tensors, Tensors,
     result.commit(torch.ones(()), reduce=True)
     gradients = _gradients(model)
     optimizer.step()
+    assert engine.partition is not None
     found = gradients, engine.saved.full_state_dict(), list(engine.partition.stage_of.values())
     engine.close()
     return found
