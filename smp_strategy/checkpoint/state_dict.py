@@ -5,8 +5,9 @@ Names are those of PyTorch's distributed checkpoints as Lightning writes them: `
 other's folders. Nothing here communicates, and nothing is copied.
 
 A tensor that several ranks hold is offered by all of them; the write plan settles who writes it. State of which each
-replica has its own (buffers, extra state) is offered by the first replica only. Which rectangles of
-each parameter, moment and gradient this rank holds, :class:`~smp_strategy.data_parallel.holdings.Holdings` tells.
+replica has its own (buffers, extra state) is offered by the first replica only.
+:class:`~smp_strategy.data_parallel.holdings.Holdings` knows which rectangles of a parameter this rank holds; those of
+its moments and gradient are the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,6 +1,7 @@
 """Tensor parallelism: layers of a module split over the ranks of a group, in place. In reading order:
 
-* ``autograd_collectives``: the same with gradients; the algebra of whole, split and summand.
+* ``autograd_collectives``: collectives of a ``TensorGroup`` (in ``distributed``) with gradients; the algebra of
+  whole, split and summand.
 * ``region``: column- and row-parallel layers, the ends of a split region; one gradient sum for all readers of an input.
 * ``region_rng``: random numbers that differ between ranks inside a region.
 * ``layers/``: linear, convolution, embedding, attention.

@@ -1,5 +1,7 @@
 """Conversion between checkpoint formats: every reader gives ``CheckpointContents``, every writer takes them.
 
+``CheckpointKind`` in :mod:`smp_strategy.checkpoint.storage.path_kind` lists the formats and recognises them.
+
 In reading order:
 
 ===================== =================================================================================================

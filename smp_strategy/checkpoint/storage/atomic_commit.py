@@ -23,9 +23,8 @@ there, :func:`recover` does the rest after a crash.
 
 A single process begins and commits; others may write to the entry that it has begun, on other machines as well.
 
-Error messages of failed saves: the path, the reason, and that older checkpoints are untouched.
-
-Errors of the system tell none of that where a disk is full, and libraries that write files turn them into others.
+If a save fails, the error says the path, the reason, and that older checkpoints are untouched (:func:`saving`). The
+system's own errors say none of that if a disk is full, and libraries that write files turn them into others.
 """
 
 import contextlib

@@ -1,5 +1,8 @@
 """Collectives of flat buffers: all-gather, reduce-scatter and all-reduce by the best way for the ranks' links.
 
+Other collectives: of objects, numbers and single tensors in ``watched_collectives``, of split layers in
+``tensor_group``, those that users call in a step in :mod:`smp_strategy.pipeline.dist_calls`.
+
 Reading order:
 
 * ``interface``: the protocols ``Collectives`` and ``JoinedSums``, the choice of an implementation, NCCL's.

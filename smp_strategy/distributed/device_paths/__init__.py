@@ -1,4 +1,6 @@
-"""Device paths: ways from one accelerator to another, each behind an interface that a test can replace.
+"""Device paths: calls of NCCL and of the CUDA driver, each behind an interface that a test can replace.
+
+The channels that use them are in :mod:`smp_strategy.pipeline.transport.device_channels`.
 
 * ``ordered_edge``: messages that match by their order, as NCCL's do.
 * ``device_ipc``: memory and events of a device that another process uses (CUDA IPC).

@@ -2,7 +2,7 @@
 
 [Note: wrapping order] From the inside out, with the place that puts each wrapper there:
 
-1. hooks that compute weights before the forward (engine/unit_calls, pipeline/module_hooks)
+1. hooks that compute weights before the forward (engine/unit_calls, wrapping/module_hooks)
 2. ``torch.compile`` (engine/unit_calls)
 3. casts for half precision (engine/unit_calls, precision/mixed_precision): compiled code has no casts of weights in it
 4. gathers of sharded weights (data_parallel/sharded_module): everything further inside finds whole weights

@@ -4,7 +4,7 @@ In reading order:
 
 * ``flow``: segment graph of a microbatch, the input of all schedulers.
 * ``policies``: schedules by name (GPipe, 1F1B, Zero Bubble ...), and the placement of chunks that they need.
-* ``published``: their published tables of passes.
+* ``published``: their published tables of passes. A new schedule: see "Where to add" in ``CONTRIBUTING.md``.
 * ``step_graph``: passes of a step with costs and dependencies; times of any order.
 * ``list_scheduling``: greedy order by priorities, for any segment graph.
 * ``simulate``: the schedule of a policy: the best of its published and greedy orders.

@@ -4,5 +4,6 @@
 * ``linear``: column- and row-parallel linear layers and convolutions, vocabulary-parallel head.
 * ``embedding``: embeddings by rows or by columns; attention weights of some of the heads.
 
-Their ``forward`` is in ``region``; ``nn.MultiheadAttention`` is in ``plan.torch_layers``.
+The ``forward`` of column- and row-parallel layers is in ``region``; ``nn.MultiheadAttention`` is in
+``plan.torch_layers``. A new layer also needs a style (``plan.plan.Style``) and a line in ``split._split_layer``.
 """
