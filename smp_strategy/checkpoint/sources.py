@@ -65,7 +65,7 @@ class WholeState:
                 found = f"a tensor of shape {list(whole.shape)}" if isinstance(whole, Tensor) else repr(type(whole))
                 raise CheckpointError(f"`{name}` should be a tensor of shape {list(held.shape)}, but is {found}.")
             for block in held.blocks:
-                block.tensor.copy_(block.place.view_of(whole.detach()))
+                block.tensor.copy_(block.rectangle.view_of(whole.detach()))
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
         """Objects by their names."""

@@ -73,7 +73,7 @@ class EntryOffer(NamedTuple):
         """The offer of an entry that this rank has."""
         if not isinstance(value, HeldTensor):
             return cls((), None, (), (), value.value if isinstance(value, WholeObject) else value)
-        return cls(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
+        return cls(value.shape, value.dtype, value.aliases, tuple(block.rectangle for block in value.blocks))
 
 
 def _merged(lists: Iterable[Iterable[str]]) -> list[str]:
@@ -84,6 +84,7 @@ def _merged(lists: Iterable[Iterable[str]]) -> list[str]:
     for names in map(list, lists):
         for before, name in zip([None, *names], names, strict=False):
             if name not in known:
+                # Behind the name that precedes it here, so that a rank's own entries do not all come last.
                 merged.insert(merged.index(before) + 1 if before is not None else 0, name)
                 known.add(name)
     return merged
@@ -230,12 +231,14 @@ class SpreadState:
         self._state = state
         mine = {name: EntryOffer.of(value) for name, value in state.items()}
         self._offers = collectives.gather_objects(mine, "the collection of a state")
+        # Reversed, so that the lowest rank with an entry wins: values that are no tensors may differ between ranks.
         first = {name: offer for offers in reversed(self._offers) for name, offer in offers.items()}
         self._first: dict[str, EntryOffer] = first
+        # Tied tensors have several names and are gathered once, under the first one.
         self._home = {alias: name for name, offer in first.items() for alias in (name, *offer.aliases)}
-        found = _merged([names, *self._offers])
-        self._names = [name for name in found if name in self._home]
-        self._names += [name for name in self._home if name not in found]
+        in_order = _merged([names, *self._offers])
+        self._names = [name for name in in_order if name in self._home]
+        self._names += [name for name in self._home if name not in in_order]
 
     def stand_ins(self, prefix: str = "") -> "OrderedDict[str, Any]":
         """The whole state dict, with stand-ins for tensors. Tied tensors are one stand-in.
@@ -350,6 +353,7 @@ class SpreadState:
         if not is_new and list(sources) == [whole] and sources[whole][0] == writer:
             return self._block(name, sources[whole][1]) if is_here else None
         result = torch.empty(info.shape, dtype=info.dtype, device="cpu") if is_here else None
+        # All ranks go through the rectangles in one order, so the messages of two ranks match by their order.
         for rectangle, (source, number) in sources.items():
             if result is None:
                 if source == dist.get_rank():
@@ -362,13 +366,14 @@ class SpreadState:
 
     def _sources(self, name: str, writer: int) -> dict[Rectangle, tuple[int, int]]:
         """Rank that provides each rectangle, and its number there: the writer, or else the first that has it."""
-        found: dict[Rectangle, tuple[int, int]] = {}
+        sources: dict[Rectangle, tuple[int, int]] = {}
         for rank in (writer, *(other for other in range(len(self._offers)) if other != writer)):
             offer = self._offers[rank].get(name)
             for number, rectangle in enumerate(() if offer is None else offer.rectangles):
+                # Empty rectangles are not sent. An empty tensor has no others, and must come from somewhere.
                 if rectangle.numel or not self.num_bytes(name):
-                    found.setdefault(rectangle, (rank, number))
-        return found
+                    sources.setdefault(rectangle, (rank, number))
+        return sources
 
     def _block(self, name: str, number: int) -> Tensor:
         held = self._state[name]

@@ -114,6 +114,7 @@ class FlatGradients:
         if not found:
             return
         full, slots = self._buffer(), self._layout.slots
+        # A fresh buffer has no zeros in it: the first gradient of a parameter is copied, later ones are added.
         for is_there, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
             if numbers := [number for number in found if self._is_collected[number] == is_there]:
                 put([view(full, slots[number]) for number in numbers], [found[number] for number in numbers])
@@ -128,12 +129,14 @@ class FlatGradients:
         self.wait()
         full = self._buffer()
         there = zip(self._layout.slots, self._is_collected, strict=True)
+        # Other ranks may have these gradients, so this rank must send numbers that do not change the sums.
         empty = [view(full, slot) for slot, is_there in there if not is_there]
         if empty := [*empty, *(full[start:stop] for start, stop in self._layout.padding)]:
             torch._foreach_zero_(empty)
         if factor != 1.0:
             full.mul_(factor)
         self._collected = None
+        # With several owners this is the sum of the whole shard, which its owners sum up and divide among themselves.
         before = self.own if self._owners is None else self._of_shard
         into = self._empty(self._layout.shard_numel) if before is None else before
         if self._owners is None:
@@ -197,6 +200,7 @@ class FlatGradients:
             return None
         like = self._empty(self._layout.own_numel)
         pieces = [None if each is None else each.piece for each in gradients]
+        # Usually they still are views of the tensor of the last pass, which needs no copy then.
         base = common_base(pieces, [piece.offset for piece in self._own_pieces], like)
         if base is not None:
             return base

@@ -52,6 +52,7 @@ class Holdings:
     """First name of each parameter."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and makes this field itself.
         object.__setattr__(self, "names", {each: name for name, each in self.module.named_parameters()})
 
     @property
@@ -108,6 +109,7 @@ class Holdings:
     def updaters(self, parameter: nn.Parameter) -> list[Updater]:
         """Stages and replicas that update ``parameter``; all of them if it is not the module's."""
         stages = self.ownership.holders(parameter)
+        # Of the user's own, beside the module's: nothing deals it out, so every rank updates it.
         if parameter not in self.names:
             return [Updater(stage, replica) for stage in stages for replica in range(self.mesh.dp)]
         return [Updater(stage, self.zero.owner(parameter, stage)) for stage in stages]
@@ -189,11 +191,13 @@ class Holdings:
                 del optimizer.state[parameter]
                 continue
             kept = optimizer.state[parameter]
+            # First the part, then a run of it, as in the picture above.
             if self.parts.has(parameter):
                 kept.update(_part_of(kept, parameter, self.parts))
             if self.is_sharded(parameter):
                 if _is_cut(kept, parameter, self.local_shape(parameter)):
                     continue
+                # A single element: shapes do not tell its moments from a number of steps, so a twin is probed.
                 known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
                 buffer, number = self.sharded.place_of(parameter)
                 kept.update(cut_state(kept, parameter.shape, partial(buffer.piece_of, number), known))
@@ -211,4 +215,5 @@ def _part_of(state: Mapping[str, Any], parameter: nn.Parameter, parts: Parameter
 def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, shape: tuple[int, ...]) -> bool:
     """Whether ``state`` is that of a run of elements of this ``shape`` already, left by an earlier run."""
     shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim}
-    return shapes == {shape} != {tuple(parameter.shape)}
+    # A run that is all of a one-dimensional parameter looks like the whole: cutting it changes nothing.
+    return shapes == {shape} and shape != tuple(parameter.shape)

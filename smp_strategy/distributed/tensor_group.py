@@ -69,7 +69,7 @@ class TensorGroup:
         self.sent_bytes = 0
         self._memories: dict[type, Any] = {}
         self._is_alone = process_group is None
-        self._place, self._is_agreed = "layers that are split", False
+        self._position, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
         self._inputs = NO_INPUTS
         self._ledger = Ledger()
@@ -85,12 +85,12 @@ class TensorGroup:
             what: Name of the step, to follow "waits for" in messages.
             inputs: Digest of its inputs, if all ranks must have the same.
         """
-        # See [Note: positions of a group's ranks].
+        # See [Note: positions of a group's ranks]. `_is_agreed` still says whether the last step has sent something.
         if self._ledger.is_open:  # unused, because the last step has sent nothing
             self._ledger.check()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
             self._begin_comparison(what, inputs)
-        self._place, self._inputs, self._is_agreed = what, inputs, False
+        self._position, self._inputs, self._is_agreed = what, inputs, False
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:
@@ -98,12 +98,12 @@ class TensorGroup:
 
         Ranks compare their positions before each collective, or once for those of one :meth:`meeting`.
         """
-        before = self._place, self._is_agreed, self._is_in_hook
-        self._place, self._is_agreed, self._is_in_hook = "values of split layers in a hook", False, True
+        before = self._position, self._is_agreed, self._is_in_hook
+        self._position, self._is_agreed, self._is_in_hook = "values of split layers in a hook", False, True
         try:
             yield
         finally:
-            self._place, self._is_agreed, self._is_in_hook = before
+            self._position, self._is_agreed, self._is_in_hook = before
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:
@@ -135,12 +135,13 @@ class TensorGroup:
         Raises:
             ApartError: They are not.
         """
+        # In a hook the next message is compared again; in a step one comparison is enough.
         self._is_agreed = not self._is_in_hook
         if self._is_in_hook:
-            collectives.barrier(self._place, self._group)
+            collectives.barrier(self._position, self._group)
             return
         if not self._ledger.is_open:
-            self._begin_comparison(self._place, self._inputs)
+            self._begin_comparison(self._position, self._inputs)
         self._ledger.check()
 
     def _begin_comparison(self, what: str, inputs: InputDigest) -> None:
@@ -182,7 +183,7 @@ class TensorGroup:
             work.wait()
         return tensor
 
-    def most(self, tensor: Tensor) -> Tensor:
+    def maximum(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum of the ranks' ``tensor`` (contiguous), in place; returns it."""
         if self.sends(tensor):
             self.sent_bytes += tensor.nbytes
@@ -193,7 +194,7 @@ class TensorGroup:
         """Whether something is true on all ranks."""
         if self.size == 1:
             return is_so
-        return not self.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
+        return not self.maximum(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
 
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """All-gather of parts of different lengths.

@@ -135,12 +135,12 @@ class Rehearsals:
         microbatches = [copy.deepcopy(self.microbatch) for _ in range(number)]
         modes: dict[str, set[bool]] = {}
 
-        def called(microbatch: int, callee: Callee, args: Any, kwargs: Any) -> None:
+        def note_call(microbatch: int, callee: Callee, args: Any, kwargs: Any) -> None:
             for name, part in () if callee.module is None else callee.module.named_modules():
                 if isinstance(part, _NormBase) and part.track_running_stats:
                     modes.setdefault(f"{callee.key}.{name}".rstrip("."), set()).add(part.training)
 
-        before, runtime = calls.runtime, Runtime(dry, private, called=called)
+        before, runtime = calls.runtime, Runtime(dry, private, note_call=note_call)
         calls.runtime = runtime
         try:
             with undone(self.step, inputs, computes=False), calls.known_places.unchanged():

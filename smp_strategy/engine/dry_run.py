@@ -195,11 +195,11 @@ def _survey(
     inputs.shape_inference.memoized.look()
     private = MicrobatchState(list(exposed.above.values()), [unit.module for unit in units], known=calls.known_places)
 
-    def called(_: int, callee: Callee, args: Any, kwargs: Any) -> None:
+    def note_call(_: int, callee: Callee, args: Any, kwargs: Any) -> None:
         log.note(callee, args, kwargs)
         private.look()
 
-    runtime = calls.runtime = Runtime(stage, private, told=uses.note, called=called)
+    runtime = calls.runtime = Runtime(stage, private, note_values=uses.note, note_call=note_call)
     try:
         while True:
             exposed.next_round()

@@ -148,7 +148,7 @@ class Engine:
     def is_tracing(self) -> bool:
         """Whether code of a step runs dry now."""
         program = None if self._calls.runtime is None else self._calls.runtime.current.interpreter
-        return program is not None and program.is_survey
+        return program is not None and program.is_dry_run
 
     @property
     def layout(self) -> Layout:

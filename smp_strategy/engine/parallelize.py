@@ -302,7 +302,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
             parts.calls.compile(name)
     parts.carried = stage.carried
-    return Runtime(stage, parts.private_state(glue), called=stage.carried.note if mesh.pp > 1 else None)
+    return Runtime(stage, parts.private_state(glue), note_call=stage.carried.note if mesh.pp > 1 else None)
 
 
 def _watched(

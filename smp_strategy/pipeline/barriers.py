@@ -201,7 +201,7 @@ class BarrierSteps:
         """
         interpreter = self._current.interpreter
         assert interpreter is not None
-        if interpreter.is_survey:
+        if interpreter.is_dry_run:
             self.dry_values.append(barrier.value)
             return barrier.act([barrier.value]) if also_dry else None
         if self._run is None or not _belongs_to(self._run.runner, interpreter):

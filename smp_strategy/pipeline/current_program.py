@@ -54,7 +54,7 @@ class CurrentProgram:
         program = self.interpreter
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
-        if program.is_survey:
+        if program.is_dry_run:
             return unknown()
         name = getattr(function, "__qualname__", repr(function))
         return program.read(name, functools.partial(_call_detached, function), args, kwargs)

@@ -90,7 +90,7 @@ class MicrobatchInterpreter:
         self.program_trace = ProgramTrace(router, expected, stage.latest)
         graph = self.graph = LocalGraph(stage, microbatch, pause)
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
-        self.is_survey, self.closed, self.is_predicting = stage.is_dry, False, False
+        self.is_dry_run, self.closed, self.is_predicting = stage.is_dry, False, False
         # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
         # The running autograd Function of the glue.
@@ -145,13 +145,16 @@ class MicrobatchInterpreter:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
+        # Attributes that other code reads go in as one more argument, and come out in it: [Note: exposed attributes].
         if callee.exposed:
             before = state_of(callee.exposed)
             state = {label: without_others(value, self) for label, value in before.items()}
             callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
+        # In a dry run a unit fills the user's caches with fake tensors: lent containers are emptied at the end.
         call, lend = functools.partial(self._call, "unit", name), None if self.computes_here else self._arguments.lend
         result = self._carried.call(call, name, callee, args, kwargs, self.graph.real, lend)
         if callee.exposed:
+            # What an earlier microbatch has left there, and this call has not replaced, goes back as it was.
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
         return result
 
@@ -203,18 +206,21 @@ class MicrobatchInterpreter:
         if is_under_transform():
             refuse_transform(name)
         leaves, structure = flatten_call(args, kwargs)
-        placed, given = self._arguments.open(leaves)
+        # `specs`: the leaves with metadata for tensors, which is all that a prediction depends on.
+        placed, specs = self._arguments.open(leaves)
         if kind == "op" and not placed:
             # All of them were kept from earlier steps, and every stage has their values by now.
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
         call = InterpretedCall(kind, name, callee, leaves, structure, placed)
         # [1] Predict. First by memory: most calls repeat one that was predicted before.
-        prediction = self._shape_inference.recall(callee, given, structure)
+        prediction = self._shape_inference.recall(callee, specs, structure)
         if prediction is None:
-            prediction = self._predict(call, given)
+            prediction = self._predict(call, specs)
         if isinstance(prediction, Unpredictable):
             return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
+        # The call changes tensors in place that every stage has. If it runs on one stage only, the others' copies would
+        # keep their old values: so all stages run it, or the tensor becomes a placed one.
         if prediction.changed:
             plain = [position for position in prediction.changed if is_plain(leaves[position])]
             if plain and must_run_everywhere(call, prediction, plain):
@@ -260,14 +266,15 @@ class MicrobatchInterpreter:
         if ran is not None:
             constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
-                # A survey has no backward: cutting the history frees it at once.
-                real = cut_off(tensor) if self.is_survey else tensor
+                # A dry run has no backward: cutting the history frees it at once.
+                real = cut_off(tensor) if self.is_dry_run else tensor
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
             here = None if ran is None else (self.graph.current, ran.inputs[position])
             if isinstance(leaves[position], PlacedTensor):
                 take_change(leaves[position], value, spec, segment, here)
                 continue
+            # A tensor that every stage has, and keeps: all of them read the new values, and copy them.
             changed = PlacedTensor(self, value, spec, segment)
             changed.origin = changed.current = here
             self.read("copy_", Tensor.copy_, (leaves[position], changed), {})
@@ -292,20 +299,22 @@ class MicrobatchInterpreter:
         finally:
             self.enclosing = None
 
-    def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
+    def _predict(self, call: InterpretedCall, specs: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
             if not self.computes_here and call.kind == "unit":
-                self._arguments.lend(given)
+                self._arguments.lend(specs)
+            # A dry run also looks for what the unit leaves in attributes, and the unit must not find marks there
+            # ([Note: marks]).
             if self.computes_here or self._exposed is None or call.callee.module is None:
-                return self._shape_inference.predict(call.callee, given, call.structure)
+                return self._shape_inference.predict(call.callee, specs, call.structure)
             with self._exposed.unmarked(call.name, call.callee.module):
-                return self._shape_inference.predict(call.callee, given, call.structure, survey=self._exposed)
+                return self._shape_inference.predict(call.callee, specs, call.structure, survey=self._exposed)
         finally:
             self.enclosing, self.is_predicting = None, False
 
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
-        # A survey (stage -1) has no tensors to send, and a rehearsal only pauses where a message would have to come.
+        # A dry run (stage -1) has no tensors to send, and a rehearsal only pauses where a message would have to come.
         if placement.moves and self.computes_here:
             self.graph.exchange(placement, placed)
         elif self._rehearsal is not None:

@@ -109,6 +109,7 @@ class MicrobatchRunner:
             # A backward needs the loss, so code of the program after its last planned segment has to run first.
             self.forward(action.microbatch, ALL_SEGMENTS)
             self.offload.begin_backward(action.microbatch)
+            # Off the plan `off_plan` runs backwards. A skipped microbatch has none.
             backward = None if self.has_left_plan else self.backwards.get(action.microbatch)
             if backward is not None and action.kind == "W":
                 backward.run_weights(action.segment)

@@ -39,7 +39,7 @@ class Interpreter(Protocol):
     """Number of the microbatch in the step."""
     closed: bool
     """Whether the program has ended."""
-    is_survey: bool
+    is_dry_run: bool
     """Whether it is a dry run, without values."""
     is_predicting: bool
     """Whether it is running code on fake tensors."""

@@ -50,11 +50,12 @@ class Runtime:
     Args:
         stage: this rank's stage.
         private: private state of microbatches, which is told before the glue sets or deletes an attribute of a module.
-        told: called with the arguments that the glue passes to units.
-        called: called with the microbatch, each unit that the glue calls, and its arguments.
+        note_values: called, in a dry run, with the values that the glue hands to units and autograd Functions, and
+            returns.
+        note_call: called with the microbatch, each unit that the glue calls, and its arguments.
 
     Attributes:
-        stage, told, called: as given.
+        stage, note_values, note_call: as given.
         current: holder of the running program.
         collectives: collectives of the user in steps.
         barriers: runs steps whose microbatches stop at barriers.
@@ -65,11 +66,11 @@ class Runtime:
         stage: Stage,
         private: MicrobatchState,
         *,
-        told: Callable[[Any], None] | None = None,
-        called: Callable[[int, Callee, Any, Any], None] | None = None,
+        note_values: Callable[[Any], None] | None = None,
+        note_call: Callable[[int, Callee, Any, Any], None] | None = None,
     ) -> None:
         self.stage, self._private = stage, private
-        self.told, self.called = told, called
+        self.note_values, self.note_call = note_values, note_call
         self.current, self._threads = CurrentProgram(), ThreadPool()
         self.collectives = ReplicaCollectives(stage.replicas, self.current, meets=not stage.is_dry)
         self.barriers = BarrierSteps(
@@ -84,16 +85,17 @@ class Runtime:
         """Replacement for the ``forward`` of a unit, whose key is its name."""
         name = str(unit.key)
         program = self.current.interpreter
-        if self.stage.activations.repeating is not None:  # called by a unit that is being recomputed
+        # A recomputation in backward: the call was routed when it ran forward.
+        if self.stage.activations.repeating is not None:
             return unit.function(*args, **kwargs)
         if program is None or program.enclosing is not None:
             return call_directly(unit, args, kwargs, stage=self.stage, program=program)
         if program.function:
             refuse_in_function(program.function, name)
-        if self.told is not None:
-            self.told((args, kwargs))
-        if self.called is not None:
-            self.called(program.microbatch, unit, args, kwargs)
+        if self.note_values is not None:
+            self.note_values((args, kwargs))
+        if self.note_call is not None:
+            self.note_call(program.microbatch, unit, args, kwargs)
         return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
@@ -125,6 +127,7 @@ class Runtime:
                 early = [()] * len(actions) if job.carries_state else begun_early(actions)
                 tail = tail_of(actions)
                 for position, action in enumerate(actions):
+                    # Gradients to which this last backward adds nothing are final: replicas may begin to sum them.
                     if position == last:
                         stack.enter_context(job.around_last())
                     self.stage.activations.offload.reach(position)
@@ -133,6 +136,7 @@ class Runtime:
                         self.stage.activations.offload.leave_plan()
                         break
                     turns.prepare(early[position])
+                    # Behind the tail nothing waits for this stage any more, so it may wait for the others.
                     turns.share_results(at_once=position >= tail)
                 if not turns.finish():
                     in_order = plan is None or is_in_order(plan)

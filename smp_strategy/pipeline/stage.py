@@ -70,7 +70,7 @@ class Stage:
     latest: Latest = field(default_factory=Latest)
     """Holder of the trace that new programs follow."""
     exposed: ExposedAttributes | None = None
-    """Attributes that units set, in a survey; else ``None``."""
+    """Attributes that units set, in a dry run; else ``None``."""
     rehearsal: Rehearsal | None = None
     """Rehearsal of the order of microbatches; ``None`` if programs do not rehearse."""
 

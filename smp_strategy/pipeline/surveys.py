@@ -50,7 +50,7 @@ def entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
     """Context in which ``program`` is the running program."""
     runtime.current.enter(program)
     try:
-        with watched_entrances(runtime.current, runtime.told):
+        with watched_entrances(runtime.current, runtime.note_values):
             yield
     except BaseException:
         program.close()
@@ -83,8 +83,8 @@ def survey(
     runtime.barriers.dry_values.clear()
     with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.open():
         output = up_to_date(step(microbatch))
-        if runtime.told is not None:
-            runtime.told(output)
+        if runtime.note_values is not None:
+            runtime.note_values(output)
     program.close()
     trace = trace_of(program, loss_of(output) if loss_of else None)
     if watch is not None:

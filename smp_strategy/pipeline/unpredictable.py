@@ -116,7 +116,7 @@ class UnpredictableCalls:
         note = PlacedTensor(interpreter, message, MESSAGE, segment)
         ran, prediction = None, None
         if self._stage in placement.stages:
-            ran, prediction = self._observe(call, counts=interpreter.is_survey)
+            ran, prediction = self._observe(call, counts=interpreter.is_dry_run)
             note.origin = note.current = (self._graph.current, encode(call.name, prediction))
         self._draws.follow(placement.stages, call.leaves)
         self._exchange(self._program_trace.place(Event("read", "description", (message,), ()), is_whole=False), [note])

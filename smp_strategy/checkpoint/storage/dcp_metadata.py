@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
     """Stored rectangle of a tensor."""
 
     part: Rectangle
-    place: ItemLocation
+    location: ItemLocation
 
 
 @final
@@ -102,10 +102,10 @@ def to_bytes(contents: DirectoryContents) -> bytes:
         properties = TensorProperties(dtype=described.dtype)
         kinds[name] = TensorStorageMetadata(properties, torch.Size(described.shape), parts)
         for number, chunk in enumerate(chunks):
-            storage[MetadataIndex(name, chunk.part.offsets, number)] = _StorageInfo(*chunk.place)
-    for name, place in contents.objects.items():
+            storage[MetadataIndex(name, chunk.part.offsets, number)] = _StorageInfo(*chunk.location)
+    for name, location in contents.objects.items():
         kinds[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(*place)
+        storage[MetadataIndex(name)] = _StorageInfo(*location)
     paths = {name: contents.paths[name] for name in kinds}
     meta = StorageMeta(save_id=_WITH_MANIFEST if contents.has_manifest else None)
     metadata = Metadata(kinds, planner_data=paths, storage_data=storage, storage_meta=meta, version="1.0.0")
@@ -146,10 +146,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _contents(metadata: Metadata) -> DirectoryContents:
-    places: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     for index, info in (metadata.storage_data or {}).items():
         offset = None if index.offset is None else tuple(index.offset)
-        places[index.fqn, offset] = _place(index.fqn, info)
+        locations[index.fqn, offset] = _item_location(index.fqn, info)
     tensors: dict[str, tuple[LocalTensorInfo, tuple[Chunk, ...]]] = {}
     objects: dict[str, ItemLocation] = {}
     for name, kind in metadata.state_dict_metadata.items():
@@ -159,9 +159,9 @@ def _contents(metadata: Metadata) -> DirectoryContents:
             shape = _sizes(kind.size)
             described = LocalTensorInfo(shape, _dtype(kind.properties.dtype))
             parts = [Rectangle(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in kind.chunks]
-            tensors[name] = described, tuple(_chunks(name, described, parts, places))
+            tensors[name] = described, tuple(_chunks(name, described, parts, locations))
         elif isinstance(kind, BytesStorageMetadata):
-            objects[name] = places[name, None]
+            objects[name] = locations[name, None]
         else:
             raise TypeError(f"`{name}` is a {type(kind).__name__}")
     has_manifest = getattr(metadata.storage_meta, "save_id", None) == _WITH_MANIFEST
@@ -172,7 +172,7 @@ def _chunks(
     name: str,
     described: LocalTensorInfo,
     parts: Iterable[Rectangle],
-    places: Mapping[tuple[str, tuple[int, ...] | None], ItemLocation],
+    locations: Mapping[tuple[str, tuple[int, ...] | None], ItemLocation],
 ) -> Iterable[Chunk]:
     shape = described.shape
     for part in parts:
@@ -180,13 +180,13 @@ def _chunks(
             raise ValueError(f"`{name}` of shape {shape} has a part at {part}")
         if any(start + size > length for start, size, length in zip(*part, shape, strict=True)):
             raise ValueError(f"`{name}` of shape {shape} has a part at {part}")
-        place = places[name, part.offsets]
-        if place.length < math.prod(part.sizes) * described.dtype.itemsize:
-            raise ValueError(f"`{name}` has a part of sizes {part.sizes} in {place.length} bytes")
-        yield Chunk(part, place)
+        location = locations[name, part.offsets]
+        if location.length < math.prod(part.sizes) * described.dtype.itemsize:
+            raise ValueError(f"`{name}` has a part of sizes {part.sizes} in {location.length} bytes")
+        yield Chunk(part, location)
 
 
-def _place(name: str, info: Any) -> ItemLocation:
+def _item_location(name: str, info: Any) -> ItemLocation:
     if not isinstance(info, _StorageInfo):
         raise CheckpointError(f"`{name}` is stored as a {type(info).__name__}, which this version cannot read.")
     if getattr(info, "transform_descriptors", None):

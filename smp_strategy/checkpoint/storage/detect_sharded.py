@@ -54,7 +54,7 @@ def opened(path: Place) -> Opened:
             raise DamageError(f"{manifest.FILE_NAME}, which was written with it, is missing.")
         files = found.files.items() if found else ()
         regions = {(file, region.offset): region for file, each in files for region in each}
-        _check_places(path, contents, found, regions)
+        _check_locations(path, contents, found, regions)
     except OSError as error:
         raise DamageError(f"{path} cannot be read: {error}") from error
     except CheckpointError as error:
@@ -78,24 +78,24 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
         raise DamageError(f"{file} has changed since it was written.")
 
 
-def _check_places(path: Place, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
+def _check_locations(path: Place, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
     """Check that files have the expected sizes, and that ``.metadata`` and the manifest agree."""
     with Files(path) as files:
         for file, parts in found.files.items() if found else ():
             size, expected = files.size(file), sum(region.length for region in parts)
             if size != expected:
                 raise DamageError(f"{file} has {size} bytes, but was written with {expected}.")
-        places = [(name, place, 0) for name, place in contents.objects.items()]
+        locations = [(name, location, 0) for name, location in contents.objects.items()]
         for name, (described, chunks) in contents.tensors.items():
-            places += [(name, chunk.place, chunk.part.numel * described.dtype.itemsize) for chunk in chunks]
-        for name, place, num_bytes in places:
-            if place.offset + place.length > (size := files.size(place.file)):
-                raise DamageError(f"{place.file} ends after {size} bytes, before the end of `{name}`.")
+            locations += [(name, chunk.location, chunk.part.numel * described.dtype.itemsize) for chunk in chunks]
+        for name, location, num_bytes in locations:
+            if location.offset + location.length > (size := files.size(location.file)):
+                raise DamageError(f"{location.file} ends after {size} bytes, before the end of `{name}`.")
             if found is not None:
-                _check_agreement(name, place, num_bytes, regions)
+                _check_agreement(name, location, num_bytes, regions)
 
 
-def _check_agreement(name: str, place: ItemLocation, num_bytes: int, regions: Regions) -> None:
-    region = regions.get((place.file, place.offset))
-    if region is None or region.length != place.length or (num_bytes and region.values != num_bytes):
+def _check_agreement(name: str, location: ItemLocation, num_bytes: int, regions: Regions) -> None:
+    region = regions.get((location.file, location.offset))
+    if region is None or region.length != location.length or (num_bytes and region.values != num_bytes):
         raise DamageError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")

@@ -30,7 +30,7 @@ class HeldRectangle:
     """Values: a view of this rank's memory, with the rectangle's shape. Reading a file writes them."""
 
     @property
-    def place(self) -> Rectangle:
+    def rectangle(self) -> Rectangle:
         """The rectangle of the whole tensor."""
         return Rectangle(self.offsets, tuple(self.tensor.shape))
 

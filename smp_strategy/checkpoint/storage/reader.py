@@ -90,19 +90,19 @@ class CheckpointReader:
         for name, held in wanted.items():
             chunks = self._checked(name, held)
             check_cover(name, held, chunks)
-            work += [(chunk.place, name, held, chunk) for chunk in chunks]
+            work += [(chunk.location, name, held, chunk) for chunk in chunks]
         work.sort(key=lambda each: each[0])
         with _offering_another(self._path), Files(self._directory) as files, torch.no_grad():
             scratch = torch.from_numpy(np.empty(WINDOW, dtype=np.uint8))
             small = memoryview(bytearray(self._manifest.piece)) if self._manifest else memoryview(b"")
-            for place, name, held, chunk in work:
+            for location, name, held, chunk in work:
                 described = self._contents.tensors[name][0]
                 for _, copies in copies_of(held, [chunk]):
-                    region = self._regions.get((place.file, place.offset))
+                    region = self._regions.get((location.file, location.offset))
                     if region is None:
                         values: Any = _Loaded(tensor_in(files, name, chunk))
                     else:
-                        values = RegionReader(files, place.file, region, len(small), small)
+                        values = RegionReader(files, location.file, region, len(small), small)
                     scatter(values, chunk.part.sizes, described.dtype, copies, scratch)
 
     def read(self, name: str) -> Tensor:
@@ -187,7 +187,7 @@ class CheckpointReader:
             return ", ".join(dict.fromkeys(self.place(part) for part in self._lists[name]))
         if name in self._contents.objects:
             return self._contents.objects[name].file
-        return ", ".join(dict.fromkeys(chunk.place.file for chunk in self._contents.tensors[name][1]))
+        return ", ".join(dict.fromkeys(chunk.location.file for chunk in self._contents.tensors[name][1]))
 
     def _way(self, name: str) -> Way:
         if name in self._lists:
@@ -214,27 +214,27 @@ class CheckpointReader:
     def _part(self, files: Files, name: str) -> Any:
         if name in self._contents.tensors:
             return self.read(name)
-        place = self._contents.objects[name]
-        data = bytearray(min(place.length, files.size(place.file)))
-        region = self._regions.get((place.file, place.offset))
+        location = self._contents.objects[name]
+        data = bytearray(min(location.length, files.size(location.file)))
+        region = self._regions.get((location.file, location.offset))
         if region is None:
-            files.read_into(place.file, place.offset, memoryview(data))
+            files.read_into(location.file, location.offset, memoryview(data))
         else:
             assert self._manifest is not None
 
             def read(start: int, stop: int) -> memoryview:
-                memory = memoryview(data)[start - place.offset : stop - place.offset]
-                files.read_into(place.file, start, memory)
+                memory = memoryview(data)[start - location.offset : stop - location.offset]
+                files.read_into(location.file, start, memory)
                 return memory
 
             if any(region.changed(read, self._manifest.piece)):
                 raise DamageError(
-                    f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
+                    f"{self._directory / location.file} is damaged: `{name}` has changed since it was written."
                 )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises any exception on damaged bytes
-            raise CheckpointError(f"`{name}` in {self._directory / place.file} {load_failure(error)}") from error
+            raise CheckpointError(f"`{name}` in {self._directory / location.file} {load_failure(error)}") from error
 
 
 @final
@@ -302,7 +302,7 @@ class Copy:
     """Copy of the intersection of a stored and a wanted rectangle."""
 
     def __init__(self, chunk: Chunk, block: HeldRectangle, common: Rectangle) -> None:
-        self.target = common.view_of(block.tensor.detach(), block.place)
+        self.target = common.view_of(block.tensor.detach(), block.rectangle)
         offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
         self.inside = Rectangle(offsets, common.sizes)
         """The intersection as a rectangle of the stored part."""
@@ -314,7 +314,7 @@ def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, li
     for chunk in chunks:
         copies = []
         for block in held.blocks:
-            common = intersection(chunk.part, block.place)
+            common = intersection(chunk.part, block.rectangle)
             if common is not None and common.numel:
                 copies.append(Copy(chunk, block, common))
         if copies or not chunk.part.numel:  # read it anyway: its item can be damaged
@@ -329,15 +329,15 @@ def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
         CheckpointError: they do not.
     """
     for block in held.blocks:
-        place = block.place
-        parts = [common for chunk in chunks if (common := intersection(chunk.part, place)) is not None]
+        rectangle = block.rectangle
+        parts = [common for chunk in chunks if (common := intersection(chunk.part, rectangle)) is not None]
         there = sum(part.numel for part in parts)
-        if there > place.numel:
+        if there > rectangle.numel:
             there = sum(part.numel for part in disjoint(parts))
-        if there != place.numel:
+        if there != rectangle.numel:
             raise CheckpointError(
-                f"The checkpoint is not complete: of `{name}`, {place.numel - there} of {place.numel} elements from "
-                f"{list(place.offsets)} on are in no file."
+                f"The checkpoint is not complete: of `{name}`, {rectangle.numel - there} of {rectangle.numel} elements "
+                f"from {list(rectangle.offsets)} on are in no file."
             )
 
 
@@ -380,7 +380,7 @@ def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
     Raises:
         DamageError: it is damaged, or none.
     """
-    file, offset, length = chunk.place
+    file, offset, length = chunk.location
     try:
         found = torch.load(
             io.BufferedReader(FileSlice(files, file, offset, length)), map_location="cpu", weights_only=True

@@ -27,10 +27,11 @@ __all__ = ["Place", "RemoteFile", "RemotePath", "local_path", "place_of"]
 
 # Bytes that are read beyond those that are asked for: readers go through a file from its beginning.
 _READ_AHEAD: Final = 8 * 2**20
-_LIGHTNINGS: Final = (
+_ONLY_LIGHTNING: Final = (
     "and only Lightning's checkpoints are written to one and read there. Name a folder of this machine, and copy it."
 )
-_KINDS: Final = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+# Errors that callers tell apart; all others become an `OSError`.
+_TOLD_APART: Final = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class RemoteStat(NamedTuple):
@@ -110,18 +111,19 @@ class RemotePath:
     def iterdir(self) -> Iterator["RemotePath"]:
         """What is directly below, in the order of names."""
         with self._fresh() as (system, path):
-            names = system.ls(path, detail=False)
-        own = PurePosixPath(path).name
-        found = {PurePosixPath(each).name for each in names if each.rstrip("/") != path.rstrip("/")}
-        yield from (self / name for name in sorted(found - {own} if names == [path] else found))
+            listed = system.ls(path, detail=False)
+        # Some storages list the folder itself, as an empty object of its name, and an object is listed as itself.
+        inside = [entry for entry in listed if entry.rstrip("/") != path.rstrip("/")]
+        yield from (self / name for name in sorted({PurePosixPath(entry).name for entry in inside}))
 
     def rglob(self, pattern: str) -> list["RemotePath"]:
         """All objects below; ``pattern`` must be ``*``."""
         assert pattern == "*"
         with self._fresh() as (system, path):
-            found = system.find(path)
+            objects = system.find(path)
+        # Paths begin with the bucket and not with the protocol; `find` of an object gives the object itself.
         start = len(path.rstrip("/")) + 1
-        return [self / each[start:] for each in sorted(found) if len(each) > start]
+        return [self / inner[start:] for inner in sorted(objects) if len(inner) > start]
 
     def read_bytes(self) -> bytes:
         """Content of the object."""
@@ -158,9 +160,10 @@ class RemotePath:
         """The objects directly below that have ``most`` bytes at most, with their contents, read at once."""
         with self._fresh() as (system, path):
             listed = system.ls(path, detail=True) if system.isdir(path) else []
-            names = [each["name"] for each in listed if each["type"] == "file" and (each["size"] or 0) <= most]
+            names = [entry["name"] for entry in listed if entry["type"] == "file" and (entry["size"] or 0) <= most]
+            # Omitted: an object that another process has deleted since it was listed.
             contents = system.cat(names, on_error="omit") if names else {}
-            return {self / PurePosixPath(each).name: bytes(data) for each, data in contents.items()}
+            return {self / PurePosixPath(name).name: bytes(data) for name, data in contents.items()}
 
     def unlink(self) -> None:
         """Delete the object, if it is there."""
@@ -193,16 +196,18 @@ class RemotePath:
         except ValueError as error:
             raise CheckpointError(f"{self.url} is no address that fsspec knows: {error}.") from error
         try:
+            # `fsspec` has one object per storage in a process, and keeps what it has listed.
             system.invalidate_cache()
             yield system, path
         except CheckpointError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and self.url in str(error):
+            if isinstance(error, OSError) and self.url in str(error):  # it came through here once, in an inner call
                 raise
-            kind = next((each for each in _KINDS if isinstance(error, each)), OSError)
-            told = "not there, or not seen from here" if kind is FileNotFoundError else type(error).__name__
-            raise kind(f"{self.url}: {told}: {error} (is the address right, are credentials set?)") from error
+            error_class = next((known for known in _TOLD_APART if isinstance(error, known)), OSError)
+            is_missing = error_class is FileNotFoundError
+            what = "not there, or not seen from here" if is_missing else type(error).__name__
+            raise error_class(f"{self.url}: {what}: {error} (is the address right, are credentials set?)") from error
 
 
 @final
@@ -211,6 +216,7 @@ class RemoteFile:
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._size = path, path.stat().st_size
+        # Entered by hand, because the file stays open between reads; :meth:`close` leaves the context.
         self._context = path.open("rb")
         self._file = self._context.__enter__()
 
@@ -254,7 +260,7 @@ def place_of(given: Any) -> Place:
     return RemotePath(text.rstrip("/"))
 
 
-def local_path(given: Any, reason: str = _LIGHTNINGS) -> Path:
+def local_path(given: Any, reason: str = _ONLY_LIGHTNING) -> Path:
     """The path that ``given`` names, which must not be an address.
 
     Args:

@@ -42,7 +42,7 @@ class Offer:
         tensors = {
             name: (
                 LocalTensorInfo(held.shape, held.dtype),
-                tuple([block.place for block in held.blocks]),
+                tuple([block.rectangle for block in held.blocks]),
             )
             for name, held in state.tensors.items()
         }

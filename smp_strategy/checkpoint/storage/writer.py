@@ -163,6 +163,7 @@ class ShardedWriter:
         except CheckpointError as error:
             failure = str(error)
         offer, plan = Offer.of(flat), self._plan
+        # An error must not end this rank here: the others would wait for it in the comparison below.
         is_new = plan is None or bool(failure) or offer != self._offer
         is_new_anywhere = self._ranks.any_later(is_new)
         # Usually no rank's offer has changed: copies are made while the ranks agree on that.
@@ -191,6 +192,7 @@ class ShardedWriter:
             # Serialised now, since training may change them.
             names = plan.objects[self._ranks.rank]
             prepared.objects = {name: object_item(flat.objects[name]) for name in names}
+            # Taken away while in use: `let_go` gives them back, after the files are written.
             if copy:
                 copies, self._spare = self._spare, None
                 if copies is None or not copies.fits(tensors):
@@ -207,7 +209,7 @@ def _view(flat: FlatState, item: Assigned) -> Tensor:
     held = flat.tensors[item.name]
     block, blocks = held.blocks[0], held.blocks
     if len(blocks) > 1:
-        block = next(each for each in blocks if each.place == item.block)
+        block = next(each for each in blocks if each.rectangle == item.block)
     assert block.tensor.dtype == held.dtype
     tensor = block.tensor.detach()
     return item.part.view_of(tensor, item.block)
@@ -311,11 +313,11 @@ class Prepared:
         objects: dict[str, ItemLocation] = {}
         for rank, items in enumerate(written):
             for part, region in items:
-                place = ItemLocation(_file_of(rank), region.offset, region.length)
+                location = ItemLocation(_file_of(rank), region.offset, region.length)
                 if part is None:
-                    objects[region.name] = place
+                    objects[region.name] = location
                 else:
-                    chunks[region.name].append(Chunk(part, place))
+                    chunks[region.name].append(Chunk(part, location))
         tensors = {name: (described, tuple(chunks[name])) for name, described in self._plan.tensors.items()}
         for name, aliases in self._plan.aliases.items():
             tensors.update(dict.fromkeys(aliases, tensors[name]))

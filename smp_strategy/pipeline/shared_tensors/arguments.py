@@ -28,7 +28,7 @@ class CallArguments:
         interpreter: interpreter of the program.
         program_trace: trace of the program.
         stage: this rank's stage.
-        exposed: attributes that units set, if the program is a survey; else ``None``.
+        exposed: attributes that units set, if the program is a dry run; else ``None``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CallArguments:
         Returns:
             The placed tensors among the leaves, and all leaves with metadata instead of tensors.
         """
-        placed, given = [], []
+        placed, specs = [], []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, PlacedTensor):
                 if leaf.program is not self._interpreter:
@@ -59,23 +59,23 @@ class CallArguments:
                     if leaf.version != leaf.memory.version:
                         follow_changes(leaf, self._program_trace, self._stage)
                     placed.append(leaf)
-                    given.append(leaf.spec)
+                    specs.append(leaf.spec)
                     continue
             if isinstance(leaf, slice):
                 leaf = leaves[position] = slice(*map(_number_of, (leaf.start, leaf.stop, leaf.step)))
             if not isinstance(leaf, Tensor):
-                given.append(leaf)
+                specs.append(leaf)
             elif is_left_behind(leaf):
                 leaf = leaves[position] = self._instead_of_mark(leaf)
                 placed.append(leaf)
-                given.append(leaf.spec)
+                specs.append(leaf.spec)
             else:
-                given.append(self._spec_of(leaf))
-        return placed, given
+                specs.append(self._spec_of(leaf))
+        return placed, specs
 
-    def lend(self, given: list[Any]) -> None:
+    def lend(self, leaves: list[Any]) -> None:
         """Remember containers in objects of the user: a dry unit on fake tensors may fill them (a cache, say)."""
-        self._lent.append(Snapshot(containers=containers_of_objects(given)))
+        self._lent.append(Snapshot(containers=containers_of_objects(leaves)))
 
     def clear(self) -> None:
         """Release adopted tensors, and empty lent containers again, at the end of the program."""

@@ -105,7 +105,7 @@ def _known(leaf: Any) -> Any:
 
 
 def _refuse_survey(tensor: PlacedTensor) -> None:
-    if tensor.program.is_survey:
+    if tensor.program.is_dry_run:
         raise KeptInSurveyError(
             "A tensor is used that the step kept during its dry run, in which it had no value. Keep it in an attribute "
             "of the module, which is undone after the dry run, or return it from the step."

@@ -55,19 +55,20 @@ def open_channels(
         raise ConfigError(
             f"`stage_transport={chosen}` is for tensors of CUDA devices, but the ranks compute on {device}. Use `auto`."
         )
-    # Each has its own, because each may have other reasons.
-    hosts: dict[int, Channel] = {rank: GlooChannel() for rank in stage_ranks}
+    # Each stage has its own, because each may have other reasons (`Channel.declined`).
+    channels: dict[int, Channel] = {rank: GlooChannel() for rank in stage_ranks}
     if chosen == "gloo":
-        return [hosts[rank] for rank in stage_ranks]
+        return [channels[rank] for rank in stage_ranks]
     own, theirs, failures = open_arenas(group)
     if failures and chosen == "shared_memory":
         (one, other), reason = min(failures.items())
         raise _impossible(chosen, one, other, reason)
+    # Each channel takes the place of the one before, and keeps it for the tensors that it does not take.
     if own is not None:
-        hosts |= {rank: SharedMemoryChannel(own, each, hosts[rank]) for rank, each in theirs.items()}
+        channels |= {rank: SharedMemoryChannel(own, arena, channels[rank]) for rank, arena in theirs.items()}
     if not is_host(device):
-        _connect_devices(StagePlaces(stage_ranks, group, device, own, theirs, hosts), hosts, chosen)
-    return [hosts[rank] for rank in stage_ranks]
+        _connect_devices(StagePlaces(stage_ranks, group, device, own, theirs, channels), channels, chosen)
+    return [channels[rank] for rank in stage_ranks]
 
 
 def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: StageTransport) -> None:
@@ -76,13 +77,14 @@ def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: 
     Raises:
         ConfigError: a path is asked for that is impossible between two ranks.
     """
-    left = set(places.stage_ranks) - {dist.get_rank()}
-    declined: dict[int, list[str]] = {peer: [] for peer in left}
+    unconnected = set(places.stage_ranks) - {dist.get_rank()}
+    declined: dict[int, list[str]] = {peer: [] for peer in unconnected}
     paths = [path for path in device_paths(places) if chosen in ("auto", path.option)]
     if chosen in _OF_DEVICES and not paths:
         raise ConfigError(f"`stage_transport={chosen}` does not exist for tensors on {places.device}. Use `auto`.")
     for path in paths:
-        opened = path.open(left)
+        # Also with nothing left to connect: both calls are collective, and another rank may have something left.
+        opened = path.open(unconnected)
         failed = probe(opened, places.group, places.device)
         for peer, channel in opened.items():
             if peer in failed:
@@ -91,7 +93,7 @@ def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: 
                     give_up(channel)
             elif not isinstance(channel, str):
                 channels[peer] = channel
-                left.discard(peer)
+                unconnected.discard(peer)
         if chosen != "auto":
             lacking = {peer: failed[peer] for peer in path.demanded(sorted(failed))}
             _refuse(chosen, lacking, places.group)
@@ -101,8 +103,11 @@ def _connect_devices(places: StagePlaces, channels: dict[int, Channel], chosen: 
 
 def _refuse(chosen: StageTransport, failed: Mapping[int, str], group: dist.ProcessGroup) -> None:
     """Refuse a path that was asked for and has failed to some ranks, on all ranks of ``group``."""
-    found = collectives.gather_objects((dist.get_rank(), dict(failed)), "a trial of the paths between stages", group)
-    for one, reasons in sorted(found):
+    # Gathered, so that all ranks raise the same error, and none waits for one that has raised it.
+    everyones = collectives.gather_objects(
+        (dist.get_rank(), dict(failed)), "a trial of the paths between stages", group
+    )
+    for one, reasons in sorted(everyones):
         for other, reason in sorted(reasons.items()):
             raise _impossible(chosen, one, other, reason)
 
@@ -138,7 +143,7 @@ def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPa
     stage = transport.stage_ranks.index(transport.rank)
     payload = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device=device)
     ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    found: list[MeasuredPath] = []
+    measured: list[MeasuredPath] = []
     # A rank is at one end of one path at a time.
     for parity in (0, 1):
         if stage % 2 == parity and stage + 1 < len(transport.stage_ranks):
@@ -150,9 +155,9 @@ def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPa
             seconds = min(_seconds(transport, stage - 1, payload, ready) for _ in range(_ROUNDS))
             source, declined = transport.stage_ranks[stage - 1], transport.channels[stage - 1].declined
             name = transport.path_of(TensorSpec.of(payload), stage - 1)
-            found.append(MeasuredPath(source, transport.rank, name, MEASURED_BYTES / seconds, declined))
+            measured.append(MeasuredPath(source, transport.rank, name, MEASURED_BYTES / seconds, declined))
     transport.flush()
-    return sorted(sum(collectives.gather_objects(found, "the bandwidth between stages"), []))
+    return sorted(sum(collectives.gather_objects(measured, "the bandwidth between stages"), []))
 
 
 def _seconds(transport: Transport, source: int, payload: Tensor, ready: Tensor) -> float:

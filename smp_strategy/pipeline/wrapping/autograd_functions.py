@@ -31,13 +31,13 @@ __all__ = ["refuse_in_function", "watched_entrances"]
 
 
 @contextmanager
-def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | None = None) -> Iterator[None]:
+def watched_entrances(current: CurrentProgram, note_values: Callable[[Any], None] | None = None) -> Iterator[None]:
     """Context in which autograd Functions, checkpoints, padded encoders and compiled code in the glue are intercepted.
 
     Args:
         current: holder of the running program. Checkpoints are intercepted by it rather than by their arguments: these
             may be plain tensors while units are called inside.
-        told: called with the arguments of autograd Functions, which no mode sees.
+        note_values: called with the arguments of autograd Functions, which no mode sees.
     """
     apply = vars(torch.autograd.Function)["apply"]
 
@@ -52,8 +52,8 @@ def watched_entrances(current: CurrentProgram, told: Callable[[Any], None] | Non
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is torch_checkpoint.CheckpointFunction:
             return _reentrant(bound(function), glue(), *args)
-        if told is not None and glue() is not None:
-            told((args, kwargs))
+        if note_values is not None and glue() is not None:
+            note_values((args, kwargs))
         return _apply(bound(function), function, args, kwargs)
 
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))

@@ -47,7 +47,7 @@ def gradients_in_step(
         _refuse_glue(program, inputs)
         where = _segment_of(program.program_trace.events, outputs, inputs)
     arguments = (outputs, inputs, None if grad_outputs is None else _several(grad_outputs))
-    result = program.operation("grad", _made_up if program.is_survey else _gradients, arguments, options)
+    result = program.operation("grad", _made_up if program.is_dry_run else _gradients, arguments, options)
     if where is not None and where not in program.program_trace.events[-1][1].segments:
         _refuse_spread()
     return cast(tuple[Tensor | None, ...], result)
