@@ -47,8 +47,8 @@ MOST_WAITING = 1
 
 _WITHOUT_OFFLOAD = "Leave it out: name the units to be offloaded in `activation_checkpointing`."
 
-Place = tuple[int, int]
-"""A microbatch and its segment."""
+MicrobatchSegment = tuple[int, int]
+"""Number of a microbatch, and of a segment in it."""
 
 
 @final
@@ -56,7 +56,7 @@ Place = tuple[int, int]
 class _OffloadedCall:
     """A call of a unit, and its offloaded tensors."""
 
-    place: Place
+    segment: MicrobatchSegment
     number: int
     """Index among the calls of its microbatch."""
     is_near: bool
@@ -139,12 +139,12 @@ class Offload:
         self._memory = PinnedPool(copies.memory)
         self._parcels = OffloadedTensors(copies, min_bytes)
         self._is_in_step = self._backward_follows = False
-        self._uses: Mapping[Place, int] | None = None
+        self._uses: Mapping[MicrobatchSegment, int] | None = None
         self._position = -1
         # Position of the running microbatch, if one runs.
-        self._place: Place | None = None
-        # With a plan: places whose backward lies beyond the horizon, the next one first.
-        self._ahead: deque[Place] = deque()
+        self._segment: MicrobatchSegment | None = None
+        # With a plan: segments whose backward lies beyond the horizon, the next one first.
+        self._ahead: deque[MicrobatchSegment] = deque()
         self._calls: dict[int, list[_OffloadedCall]] = {}
         # Of the last microbatch whose backward has begun.
         self._num_calls: int | None = None
@@ -156,7 +156,11 @@ class Offload:
 
     @contextmanager
     def step(
-        self, uses: Mapping[Place, int] | None, *, backward_follows: bool = False, batch: Iterable[Tensor] = ()
+        self,
+        uses: Mapping[MicrobatchSegment, int] | None,
+        *,
+        backward_follows: bool = False,
+        batch: Iterable[Tensor] = (),
     ) -> Iterator[None]:
         """Context of one step with backward.
 
@@ -183,16 +187,16 @@ class Offload:
         """The action at ``position`` of the plan is about to begin."""
         self._position = position
         while self._uses is not None and self._ahead and self._uses[self._ahead[0]] <= position + self._horizon:
-            place = self._ahead.popleft()
+            segment = self._ahead.popleft()
             # Backward passes the calls in reverse order, so loads begin in that order, too.
-            for call in reversed(self._calls.get(place[0], ())):
-                if call.place == place:
+            for call in reversed(self._calls.get(segment[0], ())):
+                if call.segment == segment:
                     self._expect(call)
         self._go_on()
 
-    def enter(self, place: Place | None) -> None:
-        """A microbatch resumes with the segment ``place``, or pauses (``None``)."""
-        self._place = place
+    def enter(self, segment: MicrobatchSegment | None) -> None:
+        """A microbatch resumes with ``segment``, or pauses (``None``)."""
+        self._segment = segment
 
     def begin_backward(self, microbatch: int) -> None:
         """Backward of a microbatch is about to begin or to resume."""
@@ -211,11 +215,11 @@ class Offload:
         return functools.partial(self._run, function, module)
 
     def _run(self, function: Callable[..., Any], module: nn.Module | None, /, *args: Any, **kwargs: Any) -> Any:
-        place = self._place
-        if not self._is_in_step or place is None or not torch.is_grad_enabled():
+        segment = self._segment
+        if not self._is_in_step or segment is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        calls = self._calls.setdefault(place[0], [])
-        call = _OffloadedCall(place, len(calls), self._is_near(place, len(calls)), module)
+        calls = self._calls.setdefault(segment[0], [])
+        call = _OffloadedCall(segment, len(calls), self._is_near(segment, len(calls)), module)
         calls.append(call)
         outer = outer_saved_tensor_hooks()
         keep = functools.partial(self._keep, call, None if outer is None else outer[0])
@@ -228,16 +232,16 @@ class Offload:
         self._go_on()
         return result
 
-    def _is_near(self, place: Place, number: int) -> bool:
+    def _is_near(self, segment: MicrobatchSegment, number: int) -> bool:
         """Whether backward comes so soon that the call's saved tensors stay."""
         if self._uses is not None:
-            return place in self._uses and self._uses[place] <= self._position + self._horizon
+            return segment in self._uses and self._uses[segment] <= self._position + self._horizon
         if self._num_calls is None or not self._backward_follows:
             return False
         return number >= self._num_calls - self._horizon
 
     def _needed(self, call: _OffloadedCall) -> tuple[int, int]:
-        use = call.place[0] if self._uses is None else self._uses.get(call.place, 0)
+        use = call.segment[0] if self._uses is None else self._uses.get(call.segment, 0)
         return use, -call.number
 
     def _keep(self, call: _OffloadedCall, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
@@ -254,7 +258,7 @@ class Offload:
         if saved.by is not self._arrived:
             self._arrived = saved.by
             if self._is_in_step and self._uses is None:
-                self._expect_before(saved.by.place[0], saved.by.number)
+                self._expect_before(saved.by.segment[0], saved.by.number)
         if saved.tensor is None and saved.parcel is not None and self._load(saved.parcel):
             self.traffic = replace(self.traffic, num_late=self.traffic.num_late + 1)
         return saved.read()

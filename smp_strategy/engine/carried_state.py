@@ -145,9 +145,9 @@ class Rehearsals:
         try:
             with undone(self.step, inputs, computes=False), calls.known_places.unchanged():
                 private.begin(self.step)
-                found = private.found()
+                found = private.snapshot()
                 rehearse(runtime, Job(step=self.step, seed=0), microbatches)
-                state = private.found()
+                state = private.snapshot()
                 left = [place for place, value in state.items() if found.get(place) != value]
                 statistics = [name for name, seen in modes.items() if len(seen) > 1]
                 return _RehearsalOutcome(rehearsal.noted, state, left, statistics)

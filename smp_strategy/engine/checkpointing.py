@@ -96,8 +96,8 @@ class SavedState:
     def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._parts.module is not None
         is_first = self._parts.mesh.rank == 0
-        if optimizer in self._parts.late.optimizers:
-            kept = self._parts.late.optimizers[optimizer].read() if is_first else {}
+        if optimizer in self._parts.pending.optimizers:
+            kept = self._parts.pending.optimizers[optimizer].read() if is_first else {}
             return whole_optimizer_state(optimizer, kept, self._names, is_first=is_first)
         if self._parts.local_model is not None:
             return optimizer_state(self._parts.local_model.holdings, optimizer)
@@ -125,7 +125,7 @@ class SavedState:
                 return
             self._parts.delayed.expect()
             if expected := self._parts.delayed.expected:
-                self._parts.late.expect_module(source, strict=strict)
+                self._parts.pending.expect_module(source, strict=strict)
             load_module(self._parts.module, source, None, strict=strict, leave_out=expected)
 
     def load_stored_optimizer(self, source: Source, number: int, optimizer: Optimizer) -> None:
@@ -146,15 +146,15 @@ class SavedState:
     ) -> None:
         load_groups(optimizer, source, number, names)
         if self._parts.local_model is None or self._parts.calls.runtime is None:
-            self._parts.late.optimizers[optimizer] = PendingOptimizerState(source, number, names)
+            self._parts.pending.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
-            self._parts.late.optimizers.pop(optimizer, None)
+            self._parts.pending.optimizers.pop(optimizer, None)
             load_optimizer(optimizer, source, number, self._parts.local_model.holdings, names)
 
     def load_stored_gradients(self, source: Source) -> None:
         """Load accumulated gradients, if ``source`` has any."""
         if self._parts.local_model is None or self._parts.calls.runtime is None:
-            self._parts.late.expect_gradients(source)
+            self._parts.pending.expect_gradients(source)
         else:
             load_gradients(source, self._parts.local_model.holdings)
 
@@ -212,7 +212,7 @@ class SavedState:
             PeerFailedError: global rank 0 could not write.
         """
         unfilled: list[UnfilledState] = []
-        if self._parts.local_model is None or optimizer in self._parts.late.optimizers:
+        if self._parts.local_model is None or optimizer in self._parts.pending.optimizers:
             make = partial(self.full_optimizer_state, optimizer)
         else:
             with self._parts.views.put_aside():
@@ -274,11 +274,11 @@ class SavedState:
 
     def full_optimizer_state(self, optimizer: Optimizer, take: full.Take | None = None) -> dict[str, Any]:
         """Full ``optimizer.state_dict()`` on global rank 0; ``{}`` elsewhere. Collective."""
-        local_model, is_late = self._parts.local_model, optimizer in self._parts.late.optimizers
-        if local_model is None or is_late:  # global rank 0 has all of it
+        local_model, is_pending = self._parts.local_model, optimizer in self._parts.pending.optimizers
+        if local_model is None or is_pending:  # global rank 0 has all of it
             if not self.is_first:
                 return {}
-            return self._parts.late.whole(optimizer) if is_late else optimizer.state_dict()
+            return self._parts.pending.whole(optimizer) if is_pending else optimizer.state_dict()
         with self._parts.views.put_aside():  # on all ranks: it is collective
             entries = (take or full.collect)(full.spread_optimizer_state(local_model.holdings, optimizer))
             return full.whole_optimizer_state_dict(optimizer, entries) if self.is_first else {}

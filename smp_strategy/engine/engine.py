@@ -245,7 +245,7 @@ class Engine:
         is_broken = local_model is not None and local_model.end_broken_update()
         self.outcome.end(failed=failed, has_broken_update=is_broken)
         self._calls.give_back()
-        self._parts.late.give_optimizers()
+        self._parts.pending.give_optimizers()
         if failed:
             self.ledger.clear()
         elif restores and local_model is not None:

@@ -54,7 +54,7 @@ class EngineParts:
         keep_shared: modules whose attributes add up over microbatches.
         calls: intercepts calls of units.
         views: of the user's hooks.
-        late: state that waits for the first step.
+        pending: state that waits for the first step.
         ledger: notes for comparison with all ranks.
         carried: objects that units change and get again; exists once there is a runtime.
         delayed: tensors on the meta device; exists once a module is attached.
@@ -87,7 +87,7 @@ class EngineParts:
         self.keep_shared: Sequence[nn.Module] = ()
         self.calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
         self.views = Views()
-        self.late = PendingState()
+        self.pending = PendingState()
         self.ledger = Ledger()
         self.known_mesh: ProcessMesh | None = None
         self.known_layout: Layout | None = None

@@ -83,7 +83,7 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
     if is_first:
         _decide_partition(parts, first)
     if copies:
-        parts.late.give_whole(parts.delayed)
+        parts.pending.give_whole(parts.delayed)
     # In `parts` before optimizers can be refused: detaching restores the module through it.
     local_model = parts.local_model = LocalModel(
         layout.module,
@@ -97,7 +97,7 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
     )
     local_model.show_gradients(everyone=parts.gradients_are_seen)
     local_model.take_optimizers(parts.optimizers)
-    parts.late.load(local_model.holdings)
+    parts.pending.load(local_model.holdings)
     transport = _connect(parts, local_model)
     if is_first and transport is not None:
         parts.describe(render_paths(measure_paths(transport, parts.device)))
@@ -119,7 +119,7 @@ def resume(parts: EngineParts) -> None:
     local_model = parts.spread
     refuse_new_hooks(parts.layout)
     local_model.take_optimizers(parts.optimizers)
-    parts.late.load(local_model.holdings)
+    parts.pending.load(local_model.holdings)
     _connect(parts, local_model)
 
 

@@ -129,7 +129,7 @@ class UnpredictableCalls:
         return Described(prediction, segment, values, ran)
 
     def _observe(self, call: InterpretedCall, *, counts: bool) -> tuple[CallOutcome, Prediction]:
-        """Run ``call`` and describe its result; its costs are counted in a survey only."""
+        """Run ``call`` and describe its result; its costs are counted in a dry run only."""
         leaves = [self._graph.real(leaf) for leaf in call.leaves]
         versions = versions_of(leaves)
         if not counts:

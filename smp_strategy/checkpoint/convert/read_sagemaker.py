@@ -186,7 +186,8 @@ def _read(pieces: Sequence[Tensor], offset: int, length: int, shape: tuple[int, 
 
 
 _NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
-Place = tuple[int, ...]
+RankIndices = tuple[int, ...]
+"""Numbers in the name of a file: ``model_1_0.pt`` is of pipeline rank 1 and tensor-parallel rank 0."""
 
 
 def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> CheckpointContents:
@@ -202,9 +203,9 @@ def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Ch
     files = _files(path)
     if set(files["model"]) == {(0,)} and files["optimizer"]:
         return _open_sharded(path, files["optimizer"])
-    models = {place: _open_model(file) for place, file in files["model"].items()}
+    models = {indices: _open_model(file) for indices, file in files["model"].items()}
     ranks = _grid(path, models)
-    replicas = {place[:2] for place in models}
+    replicas = {indices[:2] for indices in models}
     parts = {(pp, tp): models[next(p for p in models if p[:2] == (pp, tp))] for pp, tp in replicas}
     stages, splits = ranks
     weights = join_parts(
@@ -223,8 +224,8 @@ def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Ch
     return found
 
 
-def _files(path: Path) -> dict[str, dict[Place, Path]]:
-    found: dict[str, dict[Place, Path]] = {"model": {}, "optimizer": {}}
+def _files(path: Path) -> dict[str, dict[RankIndices, Path]]:
+    found: dict[str, dict[RankIndices, Path]] = {"model": {}, "optimizer": {}}
     for file in sorted(path.glob("*.pt")):
         if match := _NAME.fullmatch(file.name):
             found[match[1]][tuple(map(int, match[2].split("_")))] = file
@@ -237,13 +238,13 @@ def _open_model(file: Path) -> CheckpointContents:
     return contents_of(tree, kind="", source=str(file)) if tree else CheckpointContents(kind="", weights={})
 
 
-def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]]:
+def _grid(path: Path, models: Mapping[RankIndices, Any]) -> tuple[list[int], list[int]]:
     """Pipeline ranks and tensor-parallel ranks; each pair must have a file."""
-    if any(len(place) < 2 for place in models):
+    if any(len(indices) < 2 for indices in models):
         raise CheckpointError(f"{path} has model files with one number and no optimizer files with flat groups.")
-    stages, splits = (sorted({place[axis] for place in models}) for axis in (0, 1))
+    stages, splits = (sorted({indices[axis] for indices in models}) for axis in (0, 1))
     lacking = [f"model_{pp}_{tp}.pt" for pp in range(stages[-1] + 1) for tp in range(splits[-1] + 1)
-               if not any(place[:2] == (pp, tp) for place in models)]  # fmt: skip
+               if not any(indices[:2] == (pp, tp) for indices in models)]  # fmt: skip
     if lacking:
         raise CheckpointError(f"{path} is not complete: {', '.join(lacking)} is lacking.")
     return stages, splits
@@ -259,8 +260,8 @@ class _NotTold(Exception):
 
 def _add_optimizer(
     found: CheckpointContents,
-    files: Mapping[Place, Path],
-    models: Mapping[Place, CheckpointContents],
+    files: Mapping[RankIndices, Path],
+    models: Mapping[RankIndices, CheckpointContents],
     ranks: tuple[list[int], list[int]],
     like: Mapping[str, Shape] | None,
     path: Path,
@@ -269,7 +270,7 @@ def _add_optimizer(
         return
     stages, splits = ranks
     try:
-        parts = {place: _open_optimizer(file, place, models) for place, file in files.items()}
+        parts = {indices: _open_optimizer(file, indices, models) for indices, file in files.items()}
         columns = []
         for tp in splits:
             column = [part for (pp, own, *_), part in sorted(parts.items()) if own == tp]
@@ -281,11 +282,13 @@ def _add_optimizer(
         found.remarks.append(f"The state of the optimizer was left out: {reason}")
 
 
-def _open_optimizer(file: Path, place: Place, models: Mapping[Place, CheckpointContents]) -> OptimizerContents:
+def _open_optimizer(
+    file: Path, indices: RankIndices, models: Mapping[RankIndices, CheckpointContents]
+) -> OptimizerContents:
     tree = read_dict(file)
     if not {"state", "param_groups"} <= tree.keys():
         raise _NotTold(f"{file.name} has no `state` and `param_groups`.")
-    model = next((models[other] for other in (place, place[:2]) if other in models), None)
+    model = next((models[other] for other in (indices, indices[:2]) if other in models), None)
     if model is None:
         raise _NotTold(f"there is no model file for {file.name}.")
     remarks: list[str] = []
@@ -338,7 +341,7 @@ def _join_columns(
 # --- sharded data parallelism -----------------------------------------------------------------------------------------
 
 
-def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> CheckpointContents:
+def _open_sharded(path: Path, optimizers: Mapping[RankIndices, Path]) -> CheckpointContents:
     user_content = path / "user_content.pt"
     content = read_dict(user_content) if user_content.is_file() else {}
     if "param_shapes" not in content:
@@ -346,12 +349,16 @@ def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> CheckpointCon
             f"{path} has weights in flat groups, for which user_content.pt must have `param_shapes` (and "
             "`buffer_names`), but it is lacking, or has none."
         )
-    numbers = sorted(place[0] for place in optimizers)
-    loaded = [read_dict(optimizers[place]) for place in sorted(optimizers)]
+    numbers = sorted(indices[0] for indices in optimizers)
+    loaded = [read_dict(optimizers[indices]) for indices in sorted(optimizers)]
     states: list[Any] = [state.get("optimizer_state_dict", state) for state in loaded]
     count = states[0].get("partition_count", len(numbers))
     count = max(count) if isinstance(count, list | tuple) and count else count
-    if numbers != list(range(len(numbers))) or any(len(place) != 1 for place in optimizers) or count != len(numbers):
+    if (
+        numbers != list(range(len(numbers)))
+        or any(len(indices) != 1 for indices in optimizers)
+        or count != len(numbers)
+    ):
         raise CheckpointError(
             f"{path} is not complete: {count} optimizer files are needed, there are those of ranks {numbers}."
         )

@@ -27,12 +27,12 @@ from smp_strategy.model.trace.pytree import is_value, leaves_of
 from smp_strategy.model.trace.side_effects import is_object, objects_in
 from smp_strategy.model.trace.snapshot import contents_of, fill, is_same, set_item
 
-__all__ = ["CONTENTS", "Elsewhere", "Form", "carrying", "objects_among", "places_in", "put"]
+__all__ = ["CONTENTS", "Elsewhere", "Form", "carrying", "objects_among", "entries_in", "put"]
 
 CONTENTS = "contents of objects"
 """Name of the argument that carries them; no ``forward`` can have a parameter of this name."""
 
-Place = tuple[Any, Any]
+ContainerEntry = tuple[Any, Any]
 """Container, and key or position in it."""
 
 
@@ -88,18 +88,18 @@ def objects_among(arguments: Any) -> list[Any]:
     return [leaf for leaf in leaves_of(arguments) if is_object(leaf) and not is_value(type(leaf))]
 
 
-def places_in(objects: Iterable[Any]) -> dict[str, Place]:
+def entries_in(objects: Iterable[Any]) -> dict[str, ContainerEntry]:
     """Places of tensors and plain values in ``objects``, by labels that are equal on all ranks."""
-    found: dict[str, Place] = {}
+    found: dict[str, ContainerEntry] = {}
     for number, (_, inner) in enumerate(objects_in(objects)):
         entries = inner.items() if isinstance(inner, dict) else enumerate(inner)
         found |= {f"{number}.{key!r}": (inner, key) for key, value in entries if _is_content(value)}
     return found
 
 
-def put(place: Place, value: Any) -> None:
-    """Put ``value`` into its place."""
-    container, key = place
+def put(entry: ContainerEntry, value: Any) -> None:
+    """Put ``value`` into its container."""
+    container, key = entry
     if isinstance(container, dict):
         set_item(container, key, value)
     else:
@@ -112,15 +112,15 @@ def carrying(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop(CONTENTS)
         objects = objects_among((args, kwargs))
-        before, places = objects_in(objects), places_in(objects)
-        stays = [_there(places[label], value) for label, value in given.items() if isinstance(value, Elsewhere)]
+        before, entries = objects_in(objects), entries_in(objects)
+        stays = [_there(entries[label], value) for label, value in given.items() if isinstance(value, Elsewhere)]
         contents = [contents_of(inner) for _, inner in before]
         for label, value in given.items():
             if not isinstance(value, Elsewhere):
-                put(places[label], value)
+                put(entries[label], value)
         result = function(*args, **kwargs)
         given.clear()
-        for label, (container, key) in places_in(objects).items():
+        for label, (container, key) in entries_in(objects).items():
             if not any(container[key] is each for each in stays):
                 given[label] = container[key]
                 put((container, key), None)
@@ -132,11 +132,11 @@ def carrying(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _there(place: Place, value: Elsewhere) -> Tensor:
-    """The tensor in ``place``, made real for a real call."""
-    if value.real is not None and getattr(type(place[0][place[1]]), "is_placed", False):
-        put(place, value.real())
-    found: Tensor = place[0][place[1]]
+def _there(entry: ContainerEntry, value: Elsewhere) -> Tensor:
+    """The tensor in ``entry``, made real for a real call."""
+    if value.real is not None and getattr(type(entry[0][entry[1]]), "is_placed", False):
+        put(entry, value.real())
+    found: Tensor = entry[0][entry[1]]
     return found
 
 

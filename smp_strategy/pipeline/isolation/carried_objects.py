@@ -24,8 +24,8 @@ from smp_strategy.model.trace.object_contents import (
     Elsewhere,
     Form,
     carrying,
+    entries_in,
     objects_among,
-    places_in,
     put,
 )
 from smp_strategy.model.trace.prediction import Callee
@@ -163,8 +163,8 @@ class CarriedContents:
 
     def __init__(self, unit: str, objects: list[Any], real: Callable[[Tensor], Tensor]) -> None:
         self._unit, self._objects, self._real = unit, objects, real
-        self._places = places_in(objects)
-        self._before = {label: container[key] for label, (container, key) in self._places.items()}
+        self._entries = entries_in(objects)
+        self._before = {label: container[key] for label, (container, key) in self._entries.items()}
         self._stay = {label: value for label, value in self._before.items() if self._is_of_another(value)}
         # Real tensors that the objects hold during the call, with the placed ones that are put back then.
         self._lent: list[tuple[Tensor, PlacedTensor]] = []
@@ -174,14 +174,14 @@ class CarriedContents:
 
     def take_out(self) -> None:
         """Leave nothing in the objects but what stays there: the call will find the rest in :attr:`values`."""
-        for label, place in self._places.items():
+        for label, entry in self._entries.items():
             if label not in self._stay:
-                put(place, None)
+                put(entry, None)
 
     def put_back(self) -> None:
         """Undo :meth:`take_out`, after an error."""
         for label, value in self._before.items():
-            put(self._places[label], value)
+            put(self._entries[label], value)
 
     def finish(self, result: Any) -> Any:
         """Give the objects the form and the contents that the call has left; returns its result without these."""
@@ -190,16 +190,16 @@ class CarriedContents:
             self.put_back()
             return result
         form(self._objects, list(self._stay.values()))
-        places = places_in(self._objects)
+        entries = entries_in(self._objects)
         contents = {label: value for label, value in self.values.items() if not isinstance(value, Elsewhere)}
-        if places.keys() == self._places.keys() and all(self._before[name] is contents[name] for name in contents):
+        if entries.keys() == self._entries.keys() and all(self._before[name] is contents[name] for name in contents):
             self.when_unchanged()
         for label, value in contents.items():
-            put(places[label], value)
+            put(entries[label], value)
             if isinstance(value, PlacedTensor) and value is not self._before.get(label):
                 value.maker = self._unit
         for real, placed in self._lent:
-            for container, key in places.values():
+            for container, key in entries.values():
                 if container[key] is real:
                     put((container, key), placed)
         return result

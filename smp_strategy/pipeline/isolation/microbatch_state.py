@@ -87,8 +87,8 @@ class MicrobatchState:
         # During a turn: entries of the mappings when it began, values swapped in, those that they have displaced, and
         # values of attributes before they were set.
         self._shared: dict[int, dict[Any, Any]] = {}
-        self._given: dict[Place, Any] = {}
-        self._outside: dict[Place, Any] = {}
+        self._swapped_in: dict[Place, Any] = {}
+        self._swapped_out: dict[Place, Any] = {}
         self._touched: dict[Place, Any] = {}
         self._in_turn = False
         self._seen: dict[Place, Any] = {}
@@ -128,7 +128,7 @@ class MicrobatchState:
 
     @contextmanager
     def learning(self, step: Callable[..., Any]) -> Iterator[None]:
-        """Context for a survey of ``step`` with one microbatch, which shows what becomes of plain values."""
+        """Context for a dry run of ``step`` with one microbatch, which shows what becomes of plain values."""
         self.begin(step)
         self.enter(0)
         try:
@@ -159,7 +159,7 @@ class MicrobatchState:
                     yield Place(key, name), before
         yield from ((Place(id(self._switches), name), before) for name, before in self._switches.changed())
 
-    def found(self) -> dict[Place, Any]:
+    def snapshot(self) -> dict[Place, Any]:
         """Comparable snapshot of all places."""
         places = {Place(key, name) for key, mapping in self._mappings.items() for name in mapping}
         places |= {place for place in self._known.was_put_back if place.key in self._lasting}
@@ -172,18 +172,19 @@ class MicrobatchState:
         self._begun.add(microbatch)
         self._shared = {key: dict(stored(mapping)) for key, mapping in self._mappings.items()}
         if self._own:
-            self._given = self._view(microbatch)
-            self._outside = self._swap(self._given)
+            self._swapped_in = self._view(microbatch)
+            self._swapped_out = self._swap(self._swapped_in)
         self._in_turn = True
 
     def leave(self, microbatch: int) -> None:
         """End a turn of ``microbatch``: take out what it has written."""
         self._in_turn = False
-        given, outside, touched = self._given, self._outside, self._touched
+        given, outside, touched = self._swapped_in, self._swapped_out, self._touched
         changed = {place: before for place, before in self._changes() if place not in given}
-        self._given, self._outside, self._touched, self._shared = {}, {}, {}, {}
+        self._swapped_in, self._swapped_out, self._touched, self._shared = {}, {}, {}, {}
         shared = dict[Place, Any]()
         for place, before in (*given.items(), *changed.items()):
+            # `before` is what this turn has found, `was` what all others find: the same, unless one was swapped in.
             value, was = self._get(place), outside.get(place, before)
             is_written = place in changed or place in touched or not is_identical(value, before)
             if not is_written or self._note(microbatch, place, Write(before, value, content_of(value)), was):
@@ -194,14 +195,16 @@ class MicrobatchState:
     def _note(self, microbatch: int, place: Place, write: Write, shared: Any) -> bool:
         """Note a value that ``microbatch`` has written instead of ``shared``; returns whether it is taken out."""
         own = self._own.setdefault(microbatch, {})
+        # By the first write of all steps: see "at first" in [Note: isolation].
         if write.content is not Content.PLAIN:
             self._known.is_running.setdefault(place, isinstance(shared, (Tensor, Number)))
         if self._sight(place, write) is Sight.ALL and not (place in own and isinstance(write.value, Contents)):
             own.pop(place, None)
             return False
         if place in own:
-            write.found = own[place].found
+            write.before = own[place].before
         own[place] = write
+        # They may have read the value that this write replaces, which a single process would not have shown them.
         later = {each for each in self._begun if each > microbatch and place not in self._own.get(each, ())}
         self._overtaken.update((number, place) for number in later - self._ended)
         return True
@@ -224,6 +227,7 @@ class MicrobatchState:
             for place, write in self._own[number].items():
                 if self._sight(place, write) is Sight.LATER:
                     view[place] = write.value
+                    # Not known to be put back in the end, but it may be: `_publish` looks whether it was.
                     if write.content is Content.PLAIN and place not in self._known.was_put_back:
                         self._guessed.add((number, place))
         return view | {place: write.value for place, write in self._own.get(microbatch, {}).items()}
@@ -253,7 +257,7 @@ class MicrobatchState:
         for place, write in own.items():
             now = self._get(place)
             if write.content is Content.PLAIN:
-                was_put_back = self._known.was_put_back[place] = is_same_value(write.value, write.found)
+                was_put_back = self._known.was_put_back[place] = is_same_value(write.value, write.before)
                 if was_put_back and is_through and (microbatch, place) in self._guessed:
                     raise late_switch(place.name, write.value)
                 if was_put_back:
@@ -262,7 +266,7 @@ class MicrobatchState:
             elif not is_over and self._sight(place, write) is Sight.OWN:
                 self._own.setdefault(microbatch, {})[place] = write
                 continue
-            self._swap({place: merged(now, write.found, write.value)})
+            self._swap({place: merged(now, write.before, write.value)})
 
     @contextmanager
     def at_barrier(self, microbatch: int) -> Iterator[None]:
@@ -276,7 +280,7 @@ class MicrobatchState:
                 before = given[place]
                 for own in () if is_identical(value, before) else self._own.values():
                     if place in own:
-                        own[place] = Write(own[place].found, value, content_of(value))
+                        own[place] = Write(own[place].before, value, content_of(value))
             # Freezing or setting at a barrier (`toggle_optimizer`) holds for all, and is no change of the next one.
             self._switches.begin()
 
@@ -288,13 +292,13 @@ class MicrobatchState:
         """
         if not self._in_turn:
             return nullcontext
-        places = (*self._given, *(place for place, _ in self._changes()))
+        places = (*self._swapped_in, *(place for place, _ in self._changes()))
         values = ((place, self._get(place)) for place in places)
         noted = {place: value for place, value in values if content_of(value) is Content.PLAIN}
 
         @contextmanager
         def again() -> Iterator[None]:
-            before = self._swap({**self._outside, **noted})
+            before = self._swap({**self._swapped_out, **noted})
             try:
                 yield
             finally:
@@ -306,7 +310,7 @@ class MicrobatchState:
         """Refuse a number that may have been read before others changed it, unless all change it alike."""
         if not is_number(write.value):
             return
-        change = write.value - (write.found if is_number(write.found) else 0)
+        change = write.value - (write.before if is_number(write.before) else 0)
         is_alike = change == self._counted.setdefault(place, change)
         if (microbatch, place) in self._overtaken and place not in self._known.rehearsed and not is_alike:
             raise late_state(place.name)

@@ -93,7 +93,7 @@ class Sight(Enum):
 class Write:
     """Value that a microbatch has written, and has not published."""
 
-    found: Any
+    before: Any
     """Value before its first write."""
     value: Any
     content: Content
