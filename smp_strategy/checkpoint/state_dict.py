@@ -53,14 +53,14 @@ def held(holdings: Holdings, parameter: nn.Parameter, local: Tensor) -> HeldTens
 def to_fill(holdings: Holdings, parameter: nn.Parameter) -> HeldTensor:
     """All memory of this rank for values of ``parameter``, to be filled on all ranks alike."""
     runs = holdings.to_fill(parameter)
-    found = (each for start, values in runs for each in holdings.rectangles(parameter, values, start))
-    return _held(holdings, parameter, found, parameter.dtype)
+    rectangles = (each for start, values in runs for each in holdings.rectangles(parameter, values, start))
+    return _held(holdings, parameter, rectangles, parameter.dtype)
 
 
 def _held(
-    holdings: Holdings, parameter: Tensor, found: Iterable[tuple[tuple[int, ...], Tensor]], dtype: torch.dtype
+    holdings: Holdings, parameter: Tensor, rectangles: Iterable[tuple[tuple[int, ...], Tensor]], dtype: torch.dtype
 ) -> HeldTensor:
-    blocks = tuple(HeldRectangle(offsets, values) for offsets, values in found)
+    blocks = tuple(HeldRectangle(offsets, values) for offsets, values in rectangles)
     return HeldTensor(shape=holdings.whole_shape(parameter), dtype=dtype, blocks=blocks)
 
 

@@ -92,14 +92,14 @@ class FlatGradients:
         self._collected = self._of_shard = None
         # The same on all ranks, which run the same code that freezes and unfreezes.
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self._parameters)
-        found = self.move_out()
-        self._goes_on = [gradient is not None for gradient in found]
-        self._is_used = [gradient is not None and gradient.is_used for gradient in found]
-        self.own = self._joined(found)
+        earlier = self.move_out()
+        self._goes_on = [gradient is not None for gradient in earlier]
+        self._is_used = [gradient is not None and gradient.is_used for gradient in earlier]
+        self.own = self._joined(earlier)
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat buffer."""
-        found: dict[int, Tensor] = {}
+        new: dict[int, Tensor] = {}
         for number, (parameter, slot) in enumerate(zip(self._parameters, self._layout.slots, strict=True)):
             if not self.is_trained:
                 _refuse_gradient(parameter, slot)
@@ -110,15 +110,15 @@ class FlatGradients:
                     raise UnsupportedError(
                         f"The gradient of `{slot.entry.names[0]}` is sparse, and shards are dense: use `sparse=False`."
                     )
-                found[number] = gradient
-        if not found:
+                new[number] = gradient
+        if not new:
             return
         full, slots = self._buffer(), self._layout.slots
         # A fresh buffer has no zeros in it: the first gradient of a parameter is copied, later ones are added.
         for is_there, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
-            if numbers := [number for number in found if self._is_collected[number] == is_there]:
-                put([view(full, slots[number]) for number in numbers], [found[number] for number in numbers])
-        for number in found:
+            if numbers := [number for number in new if self._is_collected[number] == is_there]:
+                put([view(full, slots[number]) for number in numbers], [new[number] for number in numbers])
+        for number in new:
             self._is_collected[number] = self._is_used[number] = True
 
     def reduce(self, factor: float) -> None:

@@ -72,45 +72,45 @@ class StorageRanks:
             return [value]
         return collectives.gather_objects(value, "what ranks write", self._group)
 
-    def first_does(self, what: Callable[[], T], failure: str) -> T:
-        """Call ``what`` on the first rank and broadcast its result, or a CheckpointError that begins with
+    def first_does(self, action: Callable[[], T], failure: str) -> T:
+        """Call ``action`` on the first rank and broadcast its result, or a CheckpointError that begins with
         ``failure``."""
-        found, error = _outcome(what, self.rank == 0)
+        result, error = _outcome(action, self.rank == 0)
         if self._group is None:
             message = self._message(error)
         else:
-            both = found, self._message(error)
-            found, message = collectives.tell(both, self._first, "what the first rank writes", self._group)
+            both = result, self._message(error)
+            result, message = collectives.tell(both, self._first, "what the first rank writes", self._group)
         if message:
             raise CheckpointError(f"{failure} {message}") from error
-        return found
+        return result
 
-    def all_do(self, what: Callable[[], T], failure: str) -> list[T]:
-        """Call ``what`` on all ranks and gather the results on the first; other ranks get their own.
+    def all_do(self, action: Callable[[], T], failure: str) -> list[T]:
+        """Call ``action`` on all ranks and gather the results on the first; other ranks get their own.
 
         If a rank fails, all of them get a CheckpointError that begins with ``failure`` and names it.
         """
-        found, error = _outcome(what, True)
-        outcomes: list[Any] = [(found, self._message(error))]
+        result, error = _outcome(action, True)
+        outcomes: list[Any] = [(result, self._message(error))]
         if self._group is not None:
             outcomes = collectives.collect(outcomes[0], self._first, "the end of writing", self._group)
         failed = self.first_does(lambda: [message for _, message in outcomes if message], failure)
         if failed:
             raise CheckpointError(f"{failure} {' '.join(failed)}") from error
-        return [result for result, _ in outcomes] if self.rank == 0 else [found]
+        return [each for each, _ in outcomes] if self.rank == 0 else [result]
 
     def _message(self, error: BaseException | None) -> str:
         if error is None:
             return ""
-        what = str(error) if isinstance(error, CheckpointError) else cause_of(error)
-        return f"Rank {self.rank}: {what}" if self.size > 1 else what
+        reason = str(error) if isinstance(error, CheckpointError) else cause_of(error)
+        return f"Rank {self.rank}: {reason}" if self.size > 1 else reason
 
 
-def _outcome(what: Callable[[], T], is_called: bool) -> tuple[Any, Exception | None]:
+def _outcome(action: Callable[[], T], is_called: bool) -> tuple[Any, Exception | None]:
     if not is_called:
         return None, None
     try:
-        return what(), None
+        return action(), None
     except Exception as error:
         return None, error
 
