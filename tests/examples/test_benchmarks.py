@@ -36,7 +36,7 @@ SCRIPTS = {
     ),
     "delayed.py": (["GPT2LMHeadModel", "LlamaForCausalLM"], {"models", "filled", "refused", "differs"}),
     "faults.py": (["kill-1", "--door", "lightning", "--layout", "pp2"], {"runs", "right", "lines", "seconds"}),
-    "gpu/activations.py": (TINY, {"gone", "slower", "overlap", "targets"}),
+    "gpu/activations.py": (TINY, {"gone", "kept", "slower", "overlap", "targets"}),
     "gpu/correctness.py": (TINY, {"cases", "exact", "within", "worst"}),
     "gpu/half_precision.py": (TINY, {"fp16_over_bf16", "fp16_over_fp32", "skipped"}),
     "gpu/sharded_30b.py": (TINY, {"ours_gib", "fsdp2_gib", "ours_over_fsdp2"}),
