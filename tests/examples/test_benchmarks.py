@@ -24,7 +24,7 @@ SCRIPTS = {
     ),
     "partition.py": (
         ["vit", "2"],
-        {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
+        {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "default_slower", "default_saves"},
     ),
     "checkpoint.py": (
         ["--quick"],
@@ -76,6 +76,10 @@ SCRIPTS = {
     "tensor_parallel.py": (
         ["--quick"],
         {"worst_time_vs_dtensor", "memory_vs_dtensor", "bytes_over_minimum", "tokens_bytes_over_minimum"},
+    ),
+    "training_memory.py": (
+        ["--quick", "fp32"],
+        {"pp2", "pp4", "sdp2", "sdp4", "predicted_pp2", "predicted_sdp4"},
     ),
     "varying_lengths.py": (
         ["--quick"],
