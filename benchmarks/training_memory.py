@@ -4,6 +4,7 @@
     python benchmarks/training_memory.py --size 100   # 97 million
     python benchmarks/training_memory.py --quick      # some thousand: does it run?
     python benchmarks/training_memory.py fp32 lora    # some kinds of training only
+    MALLOC_MMAP_THRESHOLD_=262144 python benchmarks/training_memory.py    # freed memory goes back to the system
 
 Lightning trains for two steps of AdamW with the same global batch: all weights or LoRA of PEFT, in float32 or under
 ``precision="bf16-mixed"``. Weights are random. Ranks read their shares of files
