@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from smp_strategy.pipeline.coroutine import ProgramThread
 
-__all__ = ["Baseline", "peak_of"]
+__all__ = ["Baseline", "LiveBytes", "peak_of"]
 
 
 class Baseline:
@@ -41,9 +41,8 @@ def peak_of(run: Callable[[], object], at_rest: Iterator[Tensor]) -> int:
         run: what is watched, in this thread and in those of microbatches, which take turns with it.
         at_rest: tensors that exist before, and count.
     """
-    watch = _Watch(at_rest)
-    with watch, _in_microbatches(watch):
-        run()
+    watch = LiveBytes(at_rest)
+    watch.during(run)
     return watch.peak
 
 
@@ -66,8 +65,8 @@ def _in_microbatches(watch: TorchDispatchMode) -> Iterator[None]:
         ProgramThread.begin = begin
 
 
-class _Watch(TorchDispatchMode):
-    """Sees all operations of this thread."""
+class LiveBytes(TorchDispatchMode):
+    """Sees all operations of this thread; ``peak`` is the most that was alive after one of them."""
 
     def __init__(self, at_rest: Iterator[Tensor]) -> None:
         super().__init__()
@@ -75,6 +74,11 @@ class _Watch(TorchDispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}
         for tensor in at_rest:
             self._see(tensor)
+
+    def during(self, run: Callable[[], object]) -> None:
+        """Watch ``run``, in this thread and in those of microbatches."""
+        with self, _in_microbatches(self):
+            run()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -85,7 +89,7 @@ class _Watch(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._see(leaf)
-        self.peak = max(self.peak, self._live())
+        self.peak = max(self.peak, self.now())
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -94,7 +98,8 @@ class _Watch(TorchDispatchMode):
             # What autograd keeps outlives its Python object, whose weak references die with it.
             self._storages[storage._cdata] = StorageWeakRef(storage)
 
-    def _live(self) -> int:
+    def now(self) -> int:
+        """Bytes alive now."""
         total = 0
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

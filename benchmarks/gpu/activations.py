@@ -12,13 +12,20 @@ Forward and backward of a GPT in bfloat16, with the same weights and batches, in
 * ``torchtune-style``: copies on a stream of their own, of what each operation keeps, around a plain model
   (benchmarks/gpu/stream_offload.py).
 
-``activations`` is the most memory that was allocated, less what was allocated before the step. Gradients are dropped
-before each step, so they are in it, for all alike. ``overlap`` is the share of the time of copies between host and
+All memory is counted less what was allocated before the step:
+
+* ``peak``: the most. Gradients are dropped before each step, so they are in it, for all alike.
+* ``kept``: what there is when backward begins. No weight has a gradient then: these are the activations alone.
+* ``gradients``: what is left after the step.
+
+If ``peak`` does not fall with ``kept``, it lies at the end of backward, where gradients have taken the place of
+activations. ``overlap`` is the share of the time of copies between host and
 device in which the device computed as well, from a profiler's trace of one more step, which ``--trace FOLDER`` writes.
 Losses of all ways are compared first.
 
-The last line is JSON: ``gone`` (the share of the activations of ``nothing`` that the best way of the engine with
-offload does without), ``slower`` (what its step takes longer than the same one without offload), ``overlap``.
+The last line is JSON: ``gone`` (the share of the peak of ``nothing`` that the best way of the engine with offload does
+without), ``kept`` (what that way keeps, over what the same one without offload keeps), ``slower`` (what its step takes
+longer than that), ``overlap``.
 """
 
 import gc
@@ -35,7 +42,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.live_bytes import Baseline, peak_of
+from benchmarks.live_bytes import Baseline, LiveBytes
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 
@@ -55,7 +62,9 @@ class Found(NamedTuple):
     """Of a way."""
 
     loss: float
-    activations: float
+    peak: float
+    kept: float
+    gradients: float
     seconds: float
     overlap: float | None
 
@@ -77,13 +86,15 @@ def main() -> None:
         torch.manual_seed(0)
         model = GPT(shape).to(device, torch.bfloat16)
         batch, trace = shape.batch(options.samples, device), options.trace and f"{options.trace}/{name}.json"
+        memory = Memory(device)
+        loss = memory.noting(model.loss)
         if name in ENGINE:
-            step = engine_step(model, batch, device, ENGINE[name] | (least if name in WITHOUT_OFFLOAD else {}))
+            step = engine_step(model, loss, batch, device, ENGINE[name] | (least if name in WITHOUT_OFFLOAD else {}))
         else:
-            step = plain_step(model, batch, offload[name])
-        found[name] = measured(step, model, device, is_tiny=options.tiny, trace=trace)
+            step = plain_step(loss, batch, offload[name])
+        found[name] = measured(step, model, memory, device, is_tiny=options.tiny, trace=trace)
         print(f"{name}: {found[name]}", flush=True)
-        del model, step
+        del model, loss, memory, step
         gc.collect()
     report(found, f"{shape}, {options.samples} samples, on {device}", device)
 
@@ -95,19 +106,22 @@ def report(found: dict[str, Found], title: str, device: torch.device) -> None:
     rows = [
         [
             name,
-            each.activations / 2**20,
-            each.activations / nothing.activations,
+            each.peak / 2**20,
+            each.peak / nothing.peak,
+            each.kept / 2**20,
+            each.gradients / 2**20,
             each.seconds,
             "-" if each.overlap is None else each.overlap,
         ]
         for name, each in found.items()
     ]
-    show(title, ["way", "activations in MiB", "of nothing", "seconds", "overlap"], rows)
-    best = min(WITHOUT_OFFLOAD, key=lambda name: found[name].activations)
+    show(title, ["way", "peak in MiB", "of nothing", "kept", "gradients", "seconds", "overlap"], rows)
+    best = min(WITHOUT_OFFLOAD, key=lambda name: found[name].peak)
     figures = {
         "device": str(device),
         "best": best,
-        "gone": 1 - found[best].activations / nothing.activations,
+        "gone": 1 - found[best].peak / nothing.peak,
+        "kept": found[best].kept / found[WITHOUT_OFFLOAD[best]].kept,
         "slower": found[best].seconds / found[WITHOUT_OFFLOAD[best]].seconds - 1,
         "overlap": found[best].overlap,
     }
@@ -115,15 +129,16 @@ def report(found: dict[str, Found], title: str, device: torch.device) -> None:
 
 
 Step = Callable[[], Tensor]
+Loss = Callable[[Tensor], Tensor]
 
 
-def engine_step(model: GPT, batch: Tensor, device: torch.device, options: dict[str, Any]) -> Step:
+def engine_step(model: GPT, loss: Loss, batch: Tensor, device: torch.device, options: dict[str, Any]) -> Step:
     """Forward and backward by the engine; returns the loss."""
     engine = Engine(SMPConfig(**options), device=device)
     engine.attach(model)
 
     def step() -> Tensor:
-        result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss)
+        result = engine.train_step(loss, batch, loss_of=lambda loss: loss)
         result.commit(torch.ones((), device=device), reduce=True)
         assert result.loss is not None
         return result.loss
@@ -131,41 +146,74 @@ def engine_step(model: GPT, batch: Tensor, device: torch.device, options: dict[s
     return step
 
 
-def plain_step(model: GPT, batch: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Step:
+def plain_step(loss_of: Loss, batch: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Step:
     """Forward and backward of a plain loop."""
 
     def step() -> Tensor:
         with around():
-            loss = model.loss(batch)
+            loss = loss_of(batch)
         loss.backward()
         return loss.detach()
 
     return step
 
 
-def measured(step: Step, model: GPT, device: torch.device, *, is_tiny: bool, trace: str) -> Found:
+class Memory:
+    """Bytes on a device: now, and the most since :meth:`begin`, both less those of then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_host = device, device.type == "cpu"
+        self._baseline = Baseline()
+        self._watch = LiveBytes(iter(()))
+        self._before = 0
+        self.kept = 0
+
+    def during(self, step: Step) -> tuple[int, int]:
+        """Bytes at most in ``step``, and after it."""
+        if self._is_host:
+            self._watch = LiveBytes(self._baseline.since())
+            self._before = self._watch.now()
+            self._watch.during(step)
+            return self._watch.peak - self._before, self._now()
+        torch.accelerator.synchronize(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._before = torch.accelerator.memory_allocated(self._device)
+        step()
+        torch.accelerator.synchronize(self._device)
+        return torch.accelerator.max_memory_allocated(self._device) - self._before, self._now()
+
+    def _now(self) -> int:
+        now = self._watch.now() if self._is_host else torch.accelerator.memory_allocated(self._device)
+        return now - self._before
+
+    def noting(self, loss_of: Loss) -> Loss:
+        """``loss_of``, whose result notes in ``kept`` what is there as its backward begins."""
+
+        def noted(batch: Tensor) -> Tensor:
+            loss = loss_of(batch)
+            if loss.requires_grad:
+                loss.register_hook(lambda gradient: setattr(self, "kept", self._now()))
+            return loss
+
+        return noted
+
+
+def measured(step: Step, model: GPT, memory: Memory, device: torch.device, *, is_tiny: bool, trace: str) -> Found:
     """Loss, memory, time and overlap of ``step``."""
 
     def whole() -> Tensor:
         model.zero_grad(set_to_none=True)
         return step()
 
-    baseline = Baseline()
     loss = whole().item()
+    whole()
     model.zero_grad(set_to_none=True)
-    if device.type == "cpu":
-        activations = peak_of(whole, baseline.since())
-    else:
-        whole()
-        model.zero_grad(set_to_none=True)
-        torch.accelerator.synchronize(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        before = torch.accelerator.memory_allocated(device)
-        whole()
-        activations = torch.accelerator.max_memory_allocated(device) - before
+    peak, gradients = memory.during(step)
+    kept = memory.kept
     rounds, warm_ups = (1, 0) if is_tiny else (ROUNDS, WARM_UPS)
     taken = seconds(whole, device, rounds=rounds, warm_ups=warm_ups)
-    return Found(loss, activations, taken, overlap_of(whole, trace) if device.type == "cuda" else None)
+    overlap = overlap_of(whole, trace) if device.type == "cuda" else None
+    return Found(loss, peak, kept, gradients, taken, overlap)
 
 
 def overlap_of(step: Callable[[], object], trace: str) -> float | None:

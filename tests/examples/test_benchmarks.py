@@ -24,7 +24,7 @@ SCRIPTS = {
     ),
     "partition.py": (
         ["vit", "2"],
-        {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
+        {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "default_slower", "default_saves"},
     ),
     "checkpoint.py": (
         ["--quick"],
@@ -36,7 +36,7 @@ SCRIPTS = {
     ),
     "delayed.py": (["GPT2LMHeadModel", "LlamaForCausalLM"], {"models", "filled", "refused", "differs"}),
     "faults.py": (["kill-1", "--door", "lightning", "--layout", "pp2"], {"runs", "right", "lines", "seconds"}),
-    "gpu/activations.py": (TINY, {"gone", "slower", "overlap", "targets"}),
+    "gpu/activations.py": (TINY, {"gone", "kept", "slower", "overlap", "targets"}),
     "gpu/correctness.py": (TINY, {"cases", "exact", "within", "worst"}),
     "gpu/half_precision.py": (TINY, {"fp16_over_bf16", "fp16_over_fp32", "skipped"}),
     "gpu/sharded_30b.py": (TINY, {"ours_gib", "fsdp2_gib", "ours_over_fsdp2"}),
@@ -76,6 +76,10 @@ SCRIPTS = {
     "tensor_parallel.py": (
         ["--quick"],
         {"worst_time_vs_dtensor", "memory_vs_dtensor", "bytes_over_minimum", "tokens_bytes_over_minimum"},
+    ),
+    "training_memory.py": (
+        ["--quick", "fp32"],
+        {"pp2", "pp4", "sdp2", "sdp4", "predicted_pp2", "predicted_sdp4"},
     ),
     "varying_lengths.py": (
         ["--quick"],

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from smp_strategy.activations import offload
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
 from smp_strategy.distributed import host_copies
@@ -144,6 +146,75 @@ def test_a_missing_wait_gives_wrong_numbers(library, removal, options):
     for (_, losses), (_, others) in zip(expected, found, strict=True):
         assert others[0] == losses[0]
         assert others[1:] != losses[1:]
+
+
+BLOCKS = 12
+CHECKPOINT = {"pipeline_parallel_degree": 1, "microbatches": 1, "activation_checkpointing": "all"}
+HORIZON = 2
+# Calls whose copies are under way, calls that wait for their turn, and the last ones, whose backward follows at once.
+MOST_ON_THE_DEVICE = offload.MOST_LEAVING + offload.MOST_WAITING + HORIZON
+
+
+class Watched(nn.Module):
+    """A block that notes its inputs, and how many of them are alive when the first backward begins."""
+
+    def __init__(self, seen: list[StorageWeakRef], alive: list[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seen, self.alive = seen, alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.alive:
+            self.seen.append(StorageWeakRef(x.untyped_storage()))
+        return torch.tanh(self.linear(x))
+
+
+class WatchedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[StorageWeakRef] = []
+        self.alive: list[int] = []
+        self.blocks = nn.ModuleList(Watched(self.seen, self.alive) for _ in range(BLOCKS))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + 0)  # an input of its own
+        loss = x.square().mean()
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.alive.append(sum(not each.expired() for each in self.seen)))
+        return loss
+
+
+def inputs_alive(options: dict[str, Any], library: Path, seed: int) -> list[int]:
+    """Of each step, how many inputs of its blocks are on the device as backward begins."""
+    simulated.load(library)
+    simulated.lag(seed)
+    device = simulated.join("simulated")
+    carry_host_tensors(device.type)
+    torch.manual_seed(0)
+    module = WatchedBlocks().to(device)
+    engine = Engine(SMPConfig(**options), device=device)
+    engine.attach(module)
+    found = []
+    for _ in range(3):
+        module.seen.clear()
+        module.alive.clear()
+        result = engine.train_step(module.loss, torch.randn(4, 8).to(device), loss_of=lambda loss: loss)
+        result.commit(torch.ones((), device=device), reduce=True)
+        assert len(module.seen) == BLOCKS
+        found += module.alive
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_inputs_of_checkpointed_blocks_leave_the_device(library, seed):
+    """Checkpointing keeps the input of each block; with offload only those of the last few are on the device."""
+    [kept] = simulated.run_clean(run_ranks, inputs_alive, 1, CHECKPOINT, library, seed)
+    assert kept == [BLOCKS] * 3
+    leaves = {"offload_activations": True, "offload_min_bytes": 0, "activation_loading_horizon": HORIZON}
+    [left] = simulated.run_clean(run_ranks, inputs_alive, 1, CHECKPOINT | leaves, library, seed)
+    assert max(left) <= MOST_ON_THE_DEVICE, left
 
 
 def test_a_message_that_is_sent_before_it_is_copied_is_garbage(library):
