@@ -10,13 +10,17 @@ failed. So each meeting has a number of its own, which rank 0 draws and tells ea
 restarts (``TORCHELASTIC_RESTART_COUNT``) does not do: each node counts its own.
 
 The store may live in a process that is stopped, so each call of it is a thread's, which can be left.
+
+Doors that let torch connect the ranks give it :func:`init_method`. Under torchrun, torch's own rendezvous reads
+addresses of ranks that have gone, and a restart fails now and then (``connectFullMesh failed``). These doors compare
+settings afterwards.
 """
 
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar, final
 
@@ -26,7 +30,7 @@ from smp_strategy.distributed.agreement.common_settings import Settings, differe
 from smp_strategy.distributed.failure import StoreCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 
-__all__ = ["FirstMeeting", "SILENCE_SECONDS"]
+__all__ = ["FirstMeeting", "SILENCE_SECONDS", "init_method"]
 
 SILENCE_SECONDS: Final = 60.0
 """Wait after which a line in the log names the ranks that have not come."""
@@ -34,6 +38,7 @@ _PAUSES: Final = (0.01, 0.25)
 # Time for the others to read why the run ends.
 _FAREWELL_SECONDS: Final = 2.0
 _ARRIVALS: Final = "smp_strategy/arrivals"
+_SCHEME: Final = "smp-meeting"
 _LOG: Final = logging.getLogger("smp_strategy")
 
 T = TypeVar("T")
@@ -75,7 +80,7 @@ class FirstMeeting:
             ConfigError: Some differ, on all ranks that have come.
             PeerFailedError: A rank will not come, or has not within the timeout.
         """
-        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_served = _is_served()
         host, port = self._address
         is_master = self._rank == 0 and not is_served
 
@@ -190,3 +195,22 @@ class _Arrivals:
         for arrival in range(self._answered + 1, self._store.add(_ARRIVALS, 0) + 1):
             self._store.set(f"{_ARRIVALS}/{arrival}", str(self._number))
             self._answered = arrival
+
+
+def init_method() -> str | None:
+    """``init_method`` of ``init_process_group``: a first meeting in a store that outlives ranks, else torch's own."""
+    return f"{_SCHEME}://" if _is_served() else None
+
+
+def _is_served() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout) -> Iterator[tuple[dist.Store, int, int]]:
+    """What torch asks for the store, this rank, and the number of ranks."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    yield FirstMeeting(address, rank, num_ranks, timeout=timeout).compare({}), rank, num_ranks
+
+
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
 from smp_strategy.distributed.agreement.common_settings import of_options, of_process, shown
+from smp_strategy.distributed.agreement.first_meeting import init_method
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
@@ -108,7 +109,7 @@ def ensure_process_group(device: torch.device) -> None:
     own = dist.Backend.default_device_backend_map.get(kind, "gloo")
     backend = "gloo" if kind == "cpu" or shares else f"cpu:gloo,{kind}:{own}"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, init_method=init_method())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
