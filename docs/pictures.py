@@ -68,6 +68,7 @@ CATEGORIES = {
     "optimizer": "#9a5a2c",
     "gathered": "#8a4a86",
     "activations": "#8b93a3",
+    "working": "#b08d3a",
 }
 
 

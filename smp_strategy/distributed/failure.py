@@ -221,18 +221,19 @@ def blame(error: Exception, suspects: Sequence[int] = ()) -> Exception:
 def _search(suspects: Sequence[int]) -> PeerFailedError | None:
     """Wait a moment for the first failure, which may be about to be published, or be the end of a suspect."""
     begun, lost = time.monotonic(), dict[PeerProcess, int | None]()
-    while (store := _store_in_reach()) is not None:
-        if (culprit := first_failure(store, current_run())) is not None:
-            return PeerFailedError(culprit)
-        waited = time.monotonic() - begun
-        codes = _ended(store, suspects)
-        for process, code in codes.items():
-            if code is not None and code < 0:
-                publish(store, process.rank, how_it_ended(process.pid, code))
-        lost = lost if lost or waited > _CAUSE_SECONDS else codes
-        if waited > _PATIENCE_SECONDS:
-            return _published(store, lost)
-        time.sleep(0.02)
+    with suppress(RuntimeError):  # the process that serves the store ends just now
+        while (store := _store_in_reach()) is not None:
+            if (culprit := first_failure(store, current_run())) is not None:
+                return PeerFailedError(culprit)
+            waited = time.monotonic() - begun
+            codes = _ended(store, suspects)
+            for process, code in codes.items():
+                if code is not None and code < 0:
+                    publish(store, process.rank, how_it_ended(process.pid, code))
+            lost = lost if lost or waited > _CAUSE_SECONDS else codes
+            if waited > _PATIENCE_SECONDS:
+                return _published(store, lost)
+            time.sleep(0.02)
     server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
     return PeerFailedError(
         f"{server} is gone: it was killed, or has ended. Rank {dist.get_rank()} ends because of that."

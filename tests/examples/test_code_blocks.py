@@ -37,7 +37,8 @@ PROOFS = {
     ],
     "docs/activations.md": [FRAGMENT, FRAGMENT, OUTPUT],
     "docs/checkpoint-tools.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS, FRAGMENT, COMMANDS, COMMANDS],
-    "docs/checkpoints.md": [FRAGMENT],
+    "docs/checkpoints.md": [FRAGMENT, FRAGMENT, OUTPUT],
+    "docs/clusters.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS],
     "docs/costs.md": [FRAGMENT, FRAGMENT],
     "docs/data-parallel.md": [FRAGMENT, MODEL],
     "docs/delayed-initialization.md": [MODEL, MODEL],
@@ -54,7 +55,7 @@ PROOFS = {
     "docs/placement.md": [FRAGMENT, "test_mesh_shape.py"],
     "docs/planner.md": [COMMANDS, "a cluster of the reader", COMMANDS],
     "docs/precision.md": [FRAGMENT],
-    "docs/resume.md": [MODEL],
+    "docs/resume.md": [MODEL, COMMANDS, FRAGMENT, FRAGMENT, COMMANDS],
     "docs/sagemaker.md": [COMMANDS, MODEL, "test_smp_run.py", FRAGMENT, COMMANDS, MODEL, MODEL],
     "docs/schedules.md": [
         FRAGMENT,

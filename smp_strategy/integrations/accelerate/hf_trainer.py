@@ -144,12 +144,12 @@ class SMPTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; see :meth:`evaluation_loop`."""
-        with self._like_itself():
+        with _sharded_for_a_while(self):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; see :meth:`evaluation_loop`."""
-        with self._like_itself():
+        with _sharded_for_a_while(self):
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,13 +162,6 @@ class SMPTrainer(Trainer):
         shape = self.accelerator.smp.shape
         self.is_fsdp_enabled = shape.pp * shape.tp * shape.dp_shard > 1
         return output
-
-    @contextmanager
-    def _like_itself(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.is_fsdp_enabled = False
 
     # Saving. The Trainer calls these methods on all ranks.
 
@@ -262,6 +255,15 @@ class SMPTrainer(Trainer):
             "`Trainer.hyperparameter_search` is not built yet for smp_strategy: the search runs on one process, and "
             "those of a replica would try different values. Search around the launch: one launch for each trial."
         )
+
+
+@contextmanager
+def _sharded_for_a_while(trainer: Trainer) -> Iterator[None]:
+    """Context after which ``trainer`` is no longer said to be sharded, if :meth:`SMPTrainer.evaluation_loop` did."""
+    try:
+        yield
+    finally:
+        trainer.is_fsdp_enabled = False
 
 
 def trainer_above() -> Trainer | None:
