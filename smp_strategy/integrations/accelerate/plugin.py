@@ -31,7 +31,7 @@ from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
-from smp_strategy.distributed.process_groups import carry_host_tensors
+from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin
@@ -50,7 +50,7 @@ from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
 from smp_strategy.integrations.pretrained import set_deferring
 
-__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
+__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "init_method", "taken_over"]
 
 
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:

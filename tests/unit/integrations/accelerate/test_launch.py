@@ -221,7 +221,8 @@ def test_ranks_meet_before_accelerate_connects_them_where_a_store_outlives_them(
 ):
     monkeypatch.setenv("ACCELERATE_USE_SMP", selected)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", served)
-    monkeypatch.delitem(sys.modules, "smp_strategy.integrations.accelerate.plugin", raising=False)
+    if selected == "false":
+        monkeypatch.delitem(sys.modules, "smp_strategy.integrations.accelerate.plugin", raising=False)
     patched = type("State", (State,), {"__init__": State.__init__})
     for _ in range(2):
         patch_state(patched)
