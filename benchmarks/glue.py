@@ -25,6 +25,7 @@ from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import choose_units
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import entered
@@ -54,7 +55,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         transport=None,
         device=CPU,
     )
-    calls.runtime = Runtime(stage)
+    calls.runtime = Runtime(stage, MicrobatchState([model], [unit.module for unit in units]))
     program = MicrobatchInterpreter(stage, microbatch=0)
 
     def forward(program: Any) -> None:

@@ -91,7 +91,9 @@ def vit() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ViTConfig, ViTForImageClassification
 
     images = torch.zeros(16, 3, 224, 224, device=META)
-    model = ViTForImageClassification(ViTConfig(num_labels=1000))
+    config = ViTConfig()
+    config.num_labels = 1000
+    model = ViTForImageClassification(config)
     return model, {"pixel_values": images, "labels": _tokens(16, 1)[:, 0]}
 
 
@@ -99,7 +101,8 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     """T5 base: an encoder whose result all blocks of the decoder use."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0)
+    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12)
+    config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config), {"input_ids": _tokens(4, 512), "labels": _tokens(4, 128)}
 
 
@@ -108,7 +111,9 @@ def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     images = torch.zeros(32, 3, 224, 224, device=META)
-    model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    config = ResNetConfig()
+    config.num_labels = 1000
+    model = ResNetForImageClassification(config)
     return model, {"pixel_values": images, "labels": _tokens(32, 1)[:, 0]}
 
 
