@@ -11,6 +11,10 @@ written beside the old one, whose folder is deleted when the commit object names
 that no commit object names is left. The next :func:`begin` deletes it, if its process is known to be dead, or, of
 another machine, if nothing was written for ``GIVEN_UP_SECONDS``: an object of many gigabytes appears when all of it is
 there. All commit objects beside each other are asked, so that a copy of one under another name keeps its files.
+
+A storage of objects has the old commit object or the new one at any time, and so has this machine, where it is renamed.
+A file system elsewhere (``sftp``, ``hdfs``) may be left with the beginning of one, or with an empty file. That is no
+checkpoint, and as long as it is there no folder is deleted: the old version and the new one are complete.
 """
 
 import itertools
@@ -32,6 +36,7 @@ FOLDER: Final = ".sharded"
 FORMAT: Final = "smp_strategy sharded checkpoint at an address"
 VERSION: Final = 1
 _MOST_BYTES: Final = 4096  # of a commit object
+_BEGINNING: Final = json.dumps({"format": FORMAT}).encode()[:-1]
 _SAVE: Final = re.compile(rf"{MARK}-\d+")
 
 Check = Callable[[RemotePath], None]
@@ -125,8 +130,11 @@ def _data_in(target: RemotePath, data: bytes) -> RemotePath | None:
 
 def _named(parent: RemotePath) -> set[RemotePath | None] | None:
     """The folders that commit objects name; ``None``: one is damaged, and may name any."""
+    objects = parent.small_objects(_MOST_BYTES)
+    if any(_BEGINNING.startswith(data) and (parent / FOLDER / each.name).is_dir() for each, data in objects.items()):
+        return None
     try:
-        return {_data_in(each, data) for each, data in parent.small_objects(_MOST_BYTES).items()}
+        return {_data_in(each, data) for each, data in objects.items()}
     except DamagedError:
         return None
 

@@ -6,7 +6,7 @@ In reading order:
 * ``ledger``: ranks note values under topics; one small message compares all that was noted since the last one.
 * ``common_settings``: texts of settings: of options, of a Trainer, of the process, of an optimizer.
 * ``same_inputs``: digests of inputs, which ranks of a replica compare when a step begins.
-* ``first_meeting``: comparison of settings before there is a process group.
+* ``first_meeting``: ranks meet, and compare settings, before there is a process group.
 
 When ranks compare:
 

@@ -10,6 +10,8 @@ failed. So each meeting has a number of its own, which rank 0 draws and tells ea
 restarts (``TORCHELASTIC_RESTART_COUNT``) does not do: each node counts its own.
 
 The store may live in a process that is stopped, so each call of it is a thread's, which can be left.
+
+Doors that let torch connect the ranks give it :func:`~smp_strategy.distributed.process_groups.init_method`.
 """
 
 import json
@@ -26,7 +28,7 @@ from smp_strategy.distributed.agreement.common_settings import Settings, differe
 from smp_strategy.distributed.failure import StoreCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 
-__all__ = ["FirstMeeting", "SILENCE_SECONDS"]
+__all__ = ["FirstMeeting", "SILENCE_SECONDS", "is_served"]
 
 SILENCE_SECONDS: Final = 60.0
 """Wait after which a line in the log names the ranks that have not come."""
@@ -75,16 +77,16 @@ class FirstMeeting:
             ConfigError: Some differ, on all ranks that have come.
             PeerFailedError: A rank will not come, or has not within the timeout.
         """
-        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        has_server = is_served()
         host, port = self._address
-        is_master = self._rank == 0 and not is_served
+        is_master = self._rank == 0 and not has_server
 
         def connect() -> dist.Store:
             return dist.TCPStore(
                 host, port, None, is_master, timeout=self._timeout, wait_for_workers=False, multi_tenant=True
             )
 
-        everything = self._wait(StoreCall(connect), lambda: [] if is_served else [0])
+        everything = self._wait(StoreCall(connect), lambda: [] if has_server else [0])
         number = self._numbered(everything)
         store = dist.PrefixStore(f"smp_strategy/meeting/{number}", everything)
         counted = {"the number of ranks": str(self._num_ranks), **settings}
@@ -190,3 +192,8 @@ class _Arrivals:
         for arrival in range(self._answered + 1, self._store.add(_ARRIVALS, 0) + 1):
             self._store.set(f"{_ARRIVALS}/{arrival}", str(self._number))
             self._answered = arrival
+
+
+def is_served() -> bool:
+    """Whether the store is torchrun's, which outlives its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -3,11 +3,12 @@
 :mod:`smp_strategy.integrations.autoload` passes a module of Accelerate to :func:`patch` as soon as that module has
 been imported.
 
-======================== ===========================================================================================
-``Accelerator.__init__`` takes ``SMPPlugin()`` if ``ACCELERATE_USE_SMP`` is true and no other plugin is given
-``ClusterConfig``        has one more field, ``smp_config``, which Accelerate would refuse as an unknown key
-``prepare_*_env``        pass that field to the processes of ``accelerate launch``; on CPUs, start them
-======================== ===========================================================================================
+========================= ==========================================================================================
+``Accelerator.__init__``  takes ``SMPPlugin()`` if ``ACCELERATE_USE_SMP`` is true and no other plugin is given
+``PartialState.__init__`` lets ranks meet before their process group, where they use this package
+``ClusterConfig``         has one more field, ``smp_config``, which Accelerate would refuse as an unknown key
+``prepare_*_env``         pass that field to the processes of ``accelerate launch``; on CPUs, start them
+========================= ==========================================================================================
 
 Without a selection each of them behaves as in Accelerate. The launcher's functions are replaced in the modules that
 define them, before others import them by name, so ``accelerate launch``, ``accelerate-launch`` and
@@ -33,7 +34,7 @@ import torch
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.launch_options import SELECTED, LaunchOptions, check_processes, is_selected
 
-__all__ = ["patch"]
+__all__ = ["patch", "patch_state"]
 
 # Options of torchrun that Accelerate's own options, and its `prepare_multi_gpu_env`, leave in the arguments.
 TORCHRUN_OPTIONS = (
@@ -52,6 +53,7 @@ TORCHRUN_OPTIONS = (
     "log_dir",
 )
 TORCHRUN_SWITCHES = ("standalone", "module", "no_python")
+_PLUGIN = "smp_strategy.integrations.accelerate.plugin"
 
 
 def patch(module: ModuleType) -> None:
@@ -69,7 +71,30 @@ def patch(module: ModuleType) -> None:
 # --- in every process -------------------------------------------------------------------------------------------------
 
 
+def patch_state(state: Any) -> None:
+    """Patch ``state``, the class ``PartialState``, which makes the process group; a second call does nothing.
+
+    The Trainer and many scripts make one before the Accelerator. A group of the script's own stays as it is.
+    """
+    original = state.__init__
+    if hasattr(original, "_smp_strategy"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        is_ours = is_selected(os.environ) or _PLUGIN in sys.modules
+        if is_ours and not {"init_method", "store"} & options.keys():
+            from smp_strategy.integrations.accelerate.plugin import init_method
+
+            options["init_method"] = init_method()
+        original(self, *args, **options)
+
+    __init__._smp_strategy = True  # type: ignore[attr-defined]
+    state.__init__ = __init__
+
+
 def _patch_accelerator(module: Any) -> None:
+    patch_state(module.PartialState)
     original = module.Accelerator.__init__
     signature = inspect.signature(original)
 
@@ -100,7 +125,7 @@ def _plugin_beside(given: Any) -> Any:
 
 def _check_served(accelerator: Any, given: Any) -> None:
     # The first Accelerator creates the shared state of the process; Accelerate ignores plugins of later ones.
-    plugins = sys.modules.get("smp_strategy.integrations.accelerate.plugin")
+    plugins = sys.modules.get(_PLUGIN)
     if plugins is not None and isinstance(given, plugins.SMPPlugin) and not hasattr(accelerator, "smp"):
         raise ConfigError(
             "This process has made an Accelerator without SMPPlugin before, and Accelerate takes no other "

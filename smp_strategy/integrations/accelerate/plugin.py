@@ -23,6 +23,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
@@ -30,11 +31,12 @@ from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
-from smp_strategy.distributed.process_groups import carry_host_tensors
+from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin
 from smp_strategy.integrations.accelerate.data import LoaderHooks
+from smp_strategy.integrations.accelerate.launch import patch_state
 from smp_strategy.integrations.accelerate.own_options import (
     LossInModel,
     LossReduction,
@@ -48,7 +50,7 @@ from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
 from smp_strategy.integrations.pretrained import set_deferring
 
-__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
+__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "init_method", "taken_over"]
 
 
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
@@ -163,7 +165,9 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             raise ConfigError(problems)
         for field in dataclasses.fields(self.config):
             setattr(self, field.name, getattr(self.config, field.name))
-        # Now, not with the Accelerator: scripts of `transformers.Trainer` load the model before there is one.
+        # Now, not with the Accelerator: scripts of `transformers.Trainer` load the model, and make the process group,
+        # before there is one.
+        patch_state(PartialState)
         set_deferring(self.config.delayed_parameter_initialization)
         self.loss_in_model, self.loss_reduction, self.training_outputs = own
 

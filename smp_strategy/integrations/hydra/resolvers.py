@@ -3,7 +3,8 @@
 Hydra names the run directory by the clock. Under ``torchrun`` or ``srun`` every rank composes its own configuration,
 so every rank would read its own clock and open its own directory. Here the ranks agree on one time before they format
 it: under ``torchrun`` through the store that the launcher serves, under SLURM by the job's start time. The store keeps
-the time, so later calls in the same run get the same one.
+the time, so later calls in the same run get the same one. So do ranks that torchrun restarts: they go on in the
+directory of their checkpoints. (A directory for each restart would be another one on each node: nodes count their own.)
 """
 
 import os
@@ -93,9 +94,7 @@ def _from_agent_store(environ: Mapping[str, str]) -> float:
         is_master=False,
         timeout=STORE_TIMEOUT,
     )
-    # A restarted run writes into a directory of its own.
-    key = f"{STORE_KEY}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return float(store.compare_set(key, "", str(time.time())))
+    return float(store.compare_set(STORE_KEY, "", str(time.time())))
 
 
 def divide(whole: int, parts: int) -> int:

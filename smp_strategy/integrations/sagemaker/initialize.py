@@ -33,7 +33,7 @@ from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.process_groups import carry_host_tensors
+from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
     RunState,
@@ -108,7 +108,7 @@ def ensure_process_group(device: torch.device) -> None:
     own = dist.Backend.default_device_backend_map.get(kind, "gloo")
     backend = "gloo" if kind == "cpu" or shares else f"cpu:gloo,{kind}:{own}"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, init_method=init_method())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.agreement import first_meeting
 from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
+from smp_strategy.distributed.process_groups import init_method
 from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import free_port
 
@@ -85,3 +86,16 @@ def test_ranks_that_restart_meet_whatever_their_nodes_have_seen_before(monkeypat
         assert second.get("address") == value
         stores.append(first)
     assert stores[0].get("address") == b"of a process that has gone"
+
+
+def test_torch_connects_ranks_by_a_store_without_what_earlier_attempts_have_written(monkeypatch):
+    assert init_method() is None  # torch's own
+    served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": served.port}
+    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    for _ in range(2):
+        store, rank, num_ranks = next(dist.rendezvous(init_method(), timeout=timedelta(seconds=30)))
+        assert (rank, num_ranks) == (0, 1)
+        assert not store.check(["address"])
+        store.set("address", "of a process that will have gone")

@@ -153,6 +153,21 @@ def test_a_damaged_commit_object_is_told_and_nothing_is_deleted(memory):
     assert len(saves(memory)) == 3
 
 
+@pytest.mark.parametrize("length", [0, 5, 100])
+def test_a_torn_commit_object_is_no_checkpoint_and_both_versions_stay_until_it_is_deleted(memory, length, monkeypatch):
+    monkeypatch.setattr(remote_commit, "is_known_alive", lambda match: False)  # as after a kill
+    write(memory / "x.ckpt", 1)
+    (memory / "x.ckpt").put((memory / "x.ckpt").read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"memory://run/x.ckpt"):
+        CheckpointReader.open(memory / "x.ckpt")
+    write(memory / "y.ckpt", 1)
+    assert len(saves(memory)) == 2
+    assert read(next(each for each in saves(memory) if each.parent.name == "x.ckpt")) == 1
+    (memory / "x.ckpt").unlink()
+    write(memory / "y.ckpt", 2)
+    assert [each.parent.name for each in saves(memory)] == ["y.ckpt"]
+
+
 def test_a_commit_object_names_files_beside_it_only(memory):
     data = "../secret"
     text = f'{{"format": "{remote_commit.FORMAT}", "version": 1, "data": "{data}"'

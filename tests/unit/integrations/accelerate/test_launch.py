@@ -13,7 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch import variables_for
+from smp_strategy.integrations.accelerate.launch import patch_state, variables_for
 from smp_strategy.integrations.accelerate.launch_options import LaunchOptions
 
 ROOT = Path(__file__).parents[4]
@@ -198,3 +198,32 @@ def test_the_files_of_the_repository_are_launched_as_they_say(path, start, monke
     degrees = config.pipeline_parallel_degree * config.sharded_data_parallel_degree * config.tensor_parallel_degree
     assert content["num_processes"] % degrees == 0
     assert started.variables.get("ACCELERATE_USE_CPU", "false") == str(path.stem.startswith("cpu")).lower()
+
+
+class State:
+    """In the place of Accelerate's ``PartialState``."""
+
+    def __init__(self, cpu=False, **options):
+        self.options = options
+
+
+@pytest.mark.parametrize(
+    ("selected", "served", "given", "expected"),
+    [
+        ("true", "True", {}, "smp-meeting://"),
+        ("true", "True", {"init_method": "file:///a"}, "file:///a"),
+        ("true", "False", {}, None),  # the store ends with rank 0
+        ("false", "True", {}, None),  # another program
+    ],
+)
+def test_ranks_meet_before_accelerate_connects_them_where_a_store_outlives_them(
+    selected, served, given, expected, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_USE_SMP", selected)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", served)
+    if selected == "false":
+        monkeypatch.delitem(sys.modules, "smp_strategy.integrations.accelerate.plugin", raising=False)
+    patched = type("State", (State,), {"__init__": State.__init__})
+    for _ in range(2):
+        patch_state(patched)
+    assert patched(True, **given).options.get("init_method") == expected
