@@ -126,7 +126,8 @@ class StoreCall(Generic[T]):
 def introduce() -> None:
     """Tell the other ranks which process this rank is, so that those of its machine can see how it ends."""
     store: Any = default_store()  # `append` lacks in torch's types
-    store.append(f"{_PROCESSES}/{process_space()}", PeerProcess.of(dist.get_rank(), os.getpid()).encode())
+    with suppress(RuntimeError):  # not all stores can append; then nobody looks
+        store.append(f"{_PROCESSES}/{process_space()}", PeerProcess.of(dist.get_rank(), os.getpid()).encode())
 
 
 def begin_run() -> None:
