@@ -27,7 +27,7 @@ from tables import Target, arguments, finish, show
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (makes the backend known)
 
 from benchmarks.live_bytes import Baseline, peak_of
 from smp_strategy.config.config import SMPConfig
@@ -58,7 +58,7 @@ def memory_of(name: str, kind: str, samples: int, is_tiny: bool) -> tuple[int, i
     ranks = RANKS
     if is_tiny:
         shape, ranks = Shape(layers=3, width=64, heads=4, length=8, vocabulary=500), 4
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
     baseline = Baseline()
     with torch.device("meta"):
         model = GPT(shape)
