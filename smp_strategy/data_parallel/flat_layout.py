@@ -185,6 +185,11 @@ class FlatLayout:
         """Part of that piece that ``owner`` (the number of a replica) updates."""
         return self._piece(slot, rank * self.num_owners + owner, self.own_numel)
 
+    def own_pieces(self, slot: Slot) -> dict[int, Piece]:
+        """Pieces of the parameter in ``slot`` that have elements, by the number of the rank and owner together."""
+        numbers = range(slot.offset // self.own_numel, -(-slot.stop // self.own_numel)) if self.own_numel else ()
+        return {number: piece for number in numbers if (piece := self._piece(slot, number, self.own_numel)).numel}
+
     def _piece(self, slot: Slot, number: int, numel: int) -> Piece:
         first = number * numel
         start = min(max(slot.offset, first), slot.stop)

@@ -202,7 +202,12 @@ class MeshShape:
         return self._most_nodes("tp")
 
     def _most_nodes(self, axis: str) -> int:
-        return max(len({self.node_of(rank) for rank in group}) for group in self.groups(axis))
+        degree, stride = self.degrees[axis], self._strides[axis]
+        if stride >= (self.node_size or self.world_size):
+            return degree
+        # No node lies between neighbours of a group.
+        firsts = (rank for rank in range(self.world_size) if rank // stride % degree == 0)
+        return max(self.node_of(first + (degree - 1) * stride) - self.node_of(first) + 1 for first in firsts)
 
     def hops(self, rank: int) -> tuple[list[int], list[int]]:
         """Two hops that reach the shard group of ``rank`` so that no byte crosses twice to the same node.

@@ -12,13 +12,13 @@ gradients       reduced early: of the unit in backward,      reduced when a pass
 Memory of one rank by kind of tensor: parameters, gradients, optimizer state, buffers.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from typing import TypeVar, final
 
-from smp_strategy.data_parallel.flat_layout import FlatLayout, FlatParameter, UnitLayout
+from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.planning.partition.problem import HeldBytes
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of", "RankMemory"]
@@ -69,22 +69,21 @@ def share_of(
         reduces_early: Whether units take turns to have unreduced gradients; otherwise all have them until a pass ends.
     """
     trained = [flat for flat in layout.flats if flat.is_trained]
-
-    def state_of(rank: int, owner: int) -> int:
-        pieces = [(slot.entry, flat.own_piece(slot, rank, owner)) for flat in trained for slot in flat.slots]
-        return sum(state_bytes(entry, piece.numel) for entry, piece in pieces)
-
+    # State of each rank and owner: that for no elements, and what the pieces of parameters that it has add.
+    empty, added = 0, Counter[int]()
+    for flat in trained:
+        for slot in flat.slots:
+            of_none = state_bytes(slot.entry, 0)
+            empty += of_none
+            for owner, piece in flat.own_pieces(slot).items():
+                added[owner] += state_bytes(slot.entry, piece.numel) - of_none
     return HeldBytes(
         parameter=layout.resting_bytes,
         gradient=sum(flat.gradient_bytes for flat in trained),
-        optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,
+        optimizer=empty + max(added.values(), default=0),
         gathered=layout.transient_bytes if gathers_once else 0,
         unreduced=0 if reduces_early else _unreduced(layout),
     )
-
-
-def _places(flat: FlatLayout) -> tuple[range, range]:
-    return range(flat.degree), range(flat.num_owners)
 
 
 def most_gathered(

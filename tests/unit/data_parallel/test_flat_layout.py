@@ -124,3 +124,15 @@ def test_small_parameters_stay_gathered_and_are_cut_like_all_others():
 def test_a_unit_without_parameters_takes_no_memory():
     layout = UnitLayout.of([], degree=4)
     assert (layout.full_bytes, layout.shard_bytes, layout.resting_bytes) == (0, 0, 0)
+
+
+@given(units, degrees, st.integers(1, 3))
+def test_pieces_with_elements_are_found_without_asking_every_owner(entries, degree, num_owners):
+    for flat in UnitLayout.of(entries, degree, 0, num_owners).flats:
+        for slot in flat.slots:
+            all_pieces = {
+                rank * num_owners + owner: flat.own_piece(slot, rank, owner)
+                for rank in range(degree)
+                for owner in range(num_owners)
+            }
+            assert flat.own_pieces(slot) == {owner: piece for owner, piece in all_pieces.items() if piece.numel}

@@ -90,6 +90,12 @@ def test_shard_groups_are_those_of_sagemaker_beside_tensor_parallelism():
     assert shape.group(4, "dp_replicate") == [4, 20]
 
 
+@given(shapes())
+def test_the_most_nodes_of_a_group_are_counted(shape):
+    assert shape.nodes_of_shard_group == max(len(nodes_of(shape, group)) for group in shape.groups("dp_shard"))
+    assert shape.nodes_of_tensor_group == max(len(nodes_of(shape, group)) for group in shape.groups("tp"))
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["cluster", "spread", "DPT"]))
 def test_without_other_axes_shard_groups_are_rows_and_replicas_columns(replicas, dp_shard, placement):
     shape = MeshShape(pp=1, dp=replicas * dp_shard, dp_shard=dp_shard, placement=placement)
