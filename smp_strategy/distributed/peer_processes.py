@@ -14,7 +14,17 @@ from typing import Final, NamedTuple, final
 
 from smp_strategy.errors import MORE
 
-__all__ = ["PeerProcess", "exit_code_of", "has_ended", "how_it_ended", "is_stopped", "process_space"]
+__all__ = [
+    "STARTED",
+    "STATE",
+    "PeerProcess",
+    "exit_code_of",
+    "fields_of",
+    "has_ended",
+    "how_it_ended",
+    "is_stopped",
+    "process_space",
+]
 
 _GUESSES: Final[Mapping[int, str]] = {
     signal.SIGKILL: f", as the system does when memory runs out (see `dmesg`). {MORE}202",
@@ -24,7 +34,7 @@ _GUESSES: Final[Mapping[int, str]] = {
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
 }
 # Fields after the name of the program.
-_STATE, _STARTED, _WAIT_STATUS = 0, 19, 49
+STATE, STARTED, _WAIT_STATUS = 0, 19, 49
 _UNKNOWN: Final = "unknown"
 
 
@@ -42,7 +52,7 @@ class PeerProcess(NamedTuple):
     @staticmethod
     def of(rank: int, pid: int) -> "PeerProcess":
         """The process of ``rank``, which runs."""
-        return PeerProcess(rank, pid, _started(_fields(pid)))
+        return PeerProcess(rank, pid, _started(fields_of(pid)))
 
     def encode(self) -> str:
         """One line of text."""
@@ -64,20 +74,20 @@ def process_space() -> str:
 
 def is_stopped(pid: int) -> bool | None:
     """Whether a process of this machine is stopped; ``None``: it is none, or this system does not say."""
-    fields = _fields(pid)
-    return fields[_STATE] not in "RSDI" if fields else None
+    fields = fields_of(pid)
+    return fields[STATE] not in "RSDI" if fields else None
 
 
 def has_ended(process: PeerProcess) -> bool:
     """Whether ``process`` is known to have ended."""
-    fields = _fields(process.pid)
-    return process.started != _UNKNOWN and (_started(fields) != process.started or fields[_STATE] in "ZX")
+    fields = fields_of(process.pid)
+    return process.started != _UNKNOWN and (_started(fields) != process.started or fields[STATE] in "ZX")
 
 
 def exit_code_of(process: PeerProcess) -> int | None:
     """Exit code of ``process``, as ``subprocess`` gives it; ``None``: it runs, or nothing tells of its end any more."""
-    fields = _fields(process.pid)
-    if len(fields) <= _WAIT_STATUS or fields[_STATE] not in "ZX" or _started(fields) != process.started:
+    fields = fields_of(process.pid)
+    if len(fields) <= _WAIT_STATUS or fields[STATE] not in "ZX" or _started(fields) != process.started:
         return None
     return os.waitstatus_to_exitcode(int(fields[_WAIT_STATUS]))
 
@@ -97,7 +107,7 @@ def how_it_ended(pid: int, code: int) -> str:
     return f"its process ({pid}) was killed by {name} (signal {number}){guess}."
 
 
-def _fields(pid: int) -> Sequence[str]:
+def fields_of(pid: int) -> Sequence[str]:
     """Fields of the system's line on a process that follow the program's name; empty: it says nothing."""
     try:
         # The name, in parentheses, can have spaces and parentheses in it.
@@ -107,4 +117,4 @@ def _fields(pid: int) -> Sequence[str]:
 
 
 def _started(fields: Sequence[str]) -> str:
-    return fields[_STARTED] if fields else _UNKNOWN
+    return fields[STARTED] if fields else _UNKNOWN

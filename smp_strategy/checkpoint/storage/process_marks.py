@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from smp_strategy.distributed.peer_processes import process_space
+from smp_strategy.distributed.peer_processes import STARTED, STATE, fields_of, process_space
 
 __all__ = ["MARK", "is_known_alive", "mark"]
 
@@ -37,14 +37,10 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """Start time of a process, in clock ticks; empty if there is no such process, or it has ended."""
-    try:
-        # The second field, the program's name in parentheses, can have spaces and parentheses in it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        return _is_there(pid)
-    return "" if fields[0] in "ZX" else fields[19]
+    fields = fields_of(pid)
+    if not fields:
+        return "" if Path("/proc/self/stat").exists() else _is_there(pid)
+    return "" if fields[STATE] in "ZX" else fields[STARTED]
 
 
 def _is_there(pid: int) -> str:
