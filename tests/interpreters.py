@@ -24,7 +24,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,12 @@ def _put_away(given: Mapping[str, Any]) -> None:
     for source, target in ((given["p2cread"], 0), (given["c2pwrite"], 1), (given["errwrite"], 2)):
         if source != -1:
             os.dup2(source, target)
+    # Objects of the parent still know these numbers and close them when they are freed. So the numbers stay taken, or a
+    # socket of the new program would get one.
+    nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in given["pass_fds"]:
-            with suppress(OSError):  # the one that the folder was read by
-                os.close(number)
+        if number > 2 and number not in (nothing, *given["pass_fds"]):
+            os.dup2(nothing, number, inheritable=False)
     if given["cwd"] is not None:
         os.chdir(given["cwd"])
     if given["env"] is not None:

@@ -184,8 +184,10 @@ def test_cuts_and_what_units_keep_are_the_best_together(program, policy):
     assert found.lower_bound <= found.cost * (1 + EXACT)
     if policy.name == "interleaved":  # its order follows the work: the step may be shorter if a unit does more
         assert found.step_seconds >= min(fitting) * (1 - EXACT)
-    else:
+    elif [unit.stage for unit in found.units] == sorted(unit.stage for unit in found.units):
         assert found.step_seconds == pytest.approx(min(fitting))
+    else:  # a stage with units that do not follow each other, which were not tried above
+        assert found.step_seconds < min(fitting)
 
 
 def test_what_fits_as_it_is_is_not_treated():
