@@ -83,7 +83,7 @@ class Draw:
     door: str
     layout: str
     in_background: bool
-    """How it saves."""
+    """Whether its saves are asynchronous."""
 
 
 KILLED = r"was killed by SIGKILL \(signal 9\)"
@@ -432,7 +432,7 @@ def run(fault: Fault, door: str, layout: str, **more: str) -> Seen:
         return Seen(seconds=seconds, code=code, told=told, weights=weights_in(Path(folder, "weights.ckpt")))
 
 
-# What is made small enough to be filled, and where.
+# Folders that are made small enough to be filled.
 SMALL_DISKS = {"full-disk": "16m", "full-shm": "256m"}
 PLACES = {"full-disk": "disk", "full-shm": "/dev/shm"}
 
@@ -489,7 +489,7 @@ class AtRandom:
         return {"STEPS": "150", "SMP_ASYNC_SAVE": str(in_background).lower()}
 
     def table(self) -> str:
-        """How the runs have ended, by fault."""
+        """Counts of endings, by fault."""
         lines = [
             "| fault | runs | told the cause | trained to the same bits | wrong | most seconds |",
             "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""How well a step is predicted whose layers take known times: measured over predicted seconds, of the fastest step.
+"""Measured over predicted seconds of the fastest step, for layers that take known times.
 
     python benchmarks/measured_step.py docs/pictures/measured.json     # the trace that a picture shows
     python benchmarks/measured_step.py --quick                         # two stages, three steps: does it run?

@@ -48,7 +48,7 @@ IN_TURNS, FEW, MANY = 12, 1 << 10, 1 << 20
 
 
 class Size(NamedTuple):
-    """How large the models are, and how long it takes."""
+    """Sizes of the models, and the number of timed rounds."""
 
     width: int = 384
     blocks: int = 6

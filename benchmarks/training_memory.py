@@ -10,8 +10,8 @@ Lightning trains for two steps of AdamW with the same global batch: all weights 
 ``precision="bf16-mixed"``. Weights are random. Ranks read their shares of files
 (``delayed_parameter_initialization``); the plain process makes its model in memory.
 
-What counts is the growth of a process's anonymous memory from before the model is built to the most that a sample
-found (every 2 ms), less the same of a process that trains a model of some thousand parameters: modules that are
+The measured memory is the growth of a process's anonymous memory, from before the model is built to the most that a
+sample found (every 2 ms), less the same of a process that trains a model of some thousand parameters: modules that are
 imported on the way, buffers of sockets. Memory that ranks share (messages of stages, gathered shards) has a column of
 its own: the peak of shared pages that a rank has touched.
 
