@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "smp_strategy"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES = 500  # the aim is 400
+MOST_LINES = 800  # for one concept; two of them are two files
 MOST_FUNCTION_LINES = 60  # the aim is 50
 MOST_WORDS = 20  # of our own
 MOST_ENTRIES_AT_THE_TOP = 20  # thirteen packages; modules are what others import or start, and errors
