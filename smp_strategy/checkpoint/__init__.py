@@ -8,7 +8,6 @@ storage              The files: sharded folders and full files, with digests, re
 load                 Each rank loads its shards from a source: a folder, or a state in memory.
 sources              Sources in memory: full state dicts, loaded ones that hooks have edited; tensors of a folder.
 spread_state         Whole tensors from the ranks' shards, one at a time, for memory and for files; safetensors.
-stand_in             Tensors without values that remember how these are made: a state dict for code that edits it.
 torch_file           The place of a whole tensor in a file of ``torch.save``.
 full_state_dict      Full state dicts as a single process has them; takes shares of full state.
 restore_module       Gives every rank the whole module back at the end of a run.

@@ -7,8 +7,8 @@ brings one whole tensor to one rank, which takes what it has itself from where i
     torch_file.write_torch_file           its place in a file of ``torch.save``
     SpreadState.write                     its place in a file of safetensors
 
-A library that saves models edits a state dict and splits it into files. It is given stand-ins, which have no values
-(:mod:`smp_strategy.checkpoint.stand_in`), so that a single rank can do this for the whole model. The resulting files
+A library that saves models edits a state dict and splits it into files. Its tensors are deferred
+(:mod:`smp_strategy.model.deferred_tensor`), so that a single rank can do this for the whole model. The resulting files
 are dealt out to ranks. A writer gathers one tensor at a time, or those that a conversion needs together.
 
 [Note: errors of writers] A writer that cannot write (its disk is full) goes on receiving, because others are sending to
@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.checkpoint.stand_in import DeferredOperation, EntryRecipe, Recipe, StandIn, entries_of, value_of
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.model.deferred_tensor import DeferredTensor, Known, Recipe, entries_of, entry
 from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = [
@@ -95,6 +95,11 @@ class PlannedTensor(NamedTuple):
 
     info: LocalTensorInfo
     recipe: Recipe
+
+    @classmethod
+    def of(cls, tensor: DeferredTensor) -> "PlannedTensor":
+        """The tensor that ``tensor`` describes."""
+        return cls(LocalTensorInfo(tuple(tensor.shape), tensor.dtype), tensor.recipe)
 
 
 class PlannedFile(NamedTuple):
@@ -240,13 +245,13 @@ class SpreadState:
         self._names = [name for name in in_order if name in self._home]
         self._names += [name for name in self._home if name not in in_order]
 
-    def stand_ins(self, prefix: str = "") -> "OrderedDict[str, Any]":
-        """The whole state dict, with stand-ins for tensors. Tied tensors are one stand-in.
+    def deferred(self, prefix: str = "") -> "OrderedDict[str, Any]":
+        """The whole state dict, with deferred tensors. Tied tensors are one.
 
         Args:
             prefix: Selects the entries whose names begin with it, and is removed from these.
         """
-        made = {home: StandIn(info, EntryRecipe(home)) for home, info in self.tensors().items()}
+        made = {home: entry(home, info.shape, info.dtype) for home, info in self.tensors().items()}
         return self.entries(made, prefix)
 
     def tensors(self) -> dict[str, LocalTensorInfo]:
@@ -292,7 +297,7 @@ class SpreadState:
         """Write ``files`` to ``folder``. Collective over all ranks.
 
         Args:
-            files: Files, the same on all ranks, with recipes of the stand-ins.
+            files: Files, the same on all ranks, with recipes of their tensors.
             folder: Existing folder, in which there are no such files.
             writers: Ranks that see the folder.
 
@@ -410,10 +415,11 @@ class _Pen:
         if portion.file not in self._open:
             self._open[portion.file] = self._begin(portion.file)
         file, tensors = self._open[portion.file], self._files[portion.file].tensors
-        done: dict[DeferredOperation, list[Any]] = {}
-        on_host = {name: value.cpu() for name, value in values.items()}
+        known: Known = {name: value.cpu() for name, value in values.items()}
         for name in portion.names:
-            file.write(name, value_of(tensors[name].recipe, on_host, done))
+            with torch.no_grad():
+                value = tensors[name].recipe.value(known)
+            file.write(name, value)
         self._left[portion.file] -= len(portion.names)
         if not self._left[portion.file]:
             self._open.pop(portion.file).close()

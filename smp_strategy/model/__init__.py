@@ -13,8 +13,7 @@ In reading order:
 * ``parameter_parts.py``: parts of parameters that tensor parallelism splits, joined and cut.
 * ``samples.py``: batch dimension inference: number of samples, lists with one entry per sample.
 * ``rng.py``: seeds and random streams that do not depend on the layout.
-* ``deferred_tensor.py``: tensors whose values are in a file and are read at the first use.
-* ``deferred_memory.py``: memory of such tensors: values when needed, noted changes, views.
+* ``deferred_tensor.py``: tensors with metadata, and with a recipe for their values: read them from a file, or gather.
 * ``initial_values.py``: layout-independent initialisation of models that were built on the meta device, in place, with
   the identity of each tensor kept.
 * ``weight_gradient_formula.py``: marks autograd Functions whose weight gradient can be deferred.

@@ -1,15 +1,22 @@
-"""Deferred tensors: tensors whose values are in a file, or are computed from such, and are read at the first use.
+"""Deferred tensors: tensors with metadata, and with a recipe for their values.
 
 A model that is loaded from pretrained files is renamed, cast, tied and adapted before it is partitioned, and none of
 this needs values. So the tensors of the files are deferred: metadata is at hand, and operations that make new tensors
 of deferred ones alone are noted, to be repeated when the result is needed. After the partition a rank reads the tensors
 that it holds, and never the others. See [Note: deferred operations].
+
+Saving is the other direction. Libraries edit a state dict (drop tied tensors, rename, split or join tensors), and write
+the result. If the model is spread over ranks, the tensors of the state dict are deferred *entries*: their values are
+gathered and computed later, one recipe after the other, by the ranks that write them
+(:mod:`smp_strategy.checkpoint.spread_state`). See [Note: deferred entries].
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +24,22 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.deferred_memory import DeferredMemory, DeferredView, Known, ReadRun
 from smp_strategy.model.initial_values import leave_meta
 
-__all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "read_now", "run_of", "undefer"]
+__all__ = [
+    "DeferredTensor",
+    "Known",
+    "ReadRun",
+    "Recipe",
+    "defer",
+    "entry",
+    "entries_of",
+    "lacks_values",
+    "own_values",
+    "read_now",
+    "run_of",
+    "undefer",
+]
 
 # [Note: deferred operations]
 # A deferred tensor is a wrapper subclass: shape, strides, dtype and device without memory. Operations arrive in
@@ -43,6 +62,11 @@ __all__ = ["DeferredTensor", "ReadRun", "defer", "lacks_values", "own_values", "
 # A rank of a shard group needs a run of a tensor's elements. Views that are runs of their base, and casts of runs, are
 # read as runs (`run_of`); for all else the whole tensor is read.
 
+# [Note: deferred entries]
+# No rank can compute the values of an entry alone, so whatever is not noted is refused, changes as well. The recipe of
+# a tensor can be pickled: one rank edits the state dict, and others write. Values are computed in host memory.
+# Libraries look at storages to find tied tensors and to count bytes, so an entry and its views share an address.
+
 _aten: Any = torch.ops.aten
 # Operations that take only metadata from their first argument.
 _LIKE = frozenset(
@@ -62,23 +86,264 @@ _ELEMENTWISE = frozenset({_aten._to_copy.default, _aten.clone.default})
 _OF_MEMORY = frozenset(
     {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__array__}
 )
+# Memory of entries is never made, but libraries recognise tied tensors by its address.
+_FIRST_ADDRESS: Final = 1 << 60
+# Values with at most this many elements are cached, since Python reads them again and again.
+_MOST_CACHED: Final = 1024
+# Values that are needed more often are cached as well: those of a model that computes and is never partitioned.
+_MOST_USES: Final = 3
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # Attributes of a deferred tensor that an ordinary one does not have.
 _OWN_ATTRIBUTES = ("_node", "_is_param")
 
 
-class DeferredTensor(Tensor):
-    """Tensor whose values are read at the first use. Make one by :func:`defer`."""
+@final
+class DeferredMemory:
+    """Memory of a deferred tensor and its views: computed when needed, or kept for good.
 
-    _node: DeferredView
+    Args:
+        compute: Computes the values, in new memory.
+        run: Computes a run of them, if the memory is row-major.
+        origin: What reads the values, if they are not computed.
+        keeps: Whether the first use keeps the values, and results of operations are ordinary tensors.
+        entry_bytes: Number of bytes, if the values are those of entries, which no rank has.
+
+    Attributes:
+        keeps, entry_bytes: As given.
+        kept: Values that are kept for good; ``None``: they are computed when needed.
+        is_changed: Whether values that are kept are no longer those that ``compute`` gives.
+        history: Noted changes, as text.
+    """
+
+    def __init__(
+        self,
+        compute: "Callable[[Known], Tensor]",
+        run: "ReadRun | None" = None,
+        origin: Callable[[], Tensor] | None = None,
+        *,
+        keeps: bool = False,
+        entry_bytes: int | None = None,
+    ) -> None:
+        self._compute = compute
+        self._run = run
+        self._origin = origin
+        self.keeps = keeps
+        self.entry_bytes = entry_bytes
+        self.kept: Tensor | None = None
+        self.is_changed = False
+        self.history: list[str] = []
+        self._cached: Tensor | None = None
+        self._num_uses = 0
+        self._changes: list[Callable[[Tensor], object]] = []
+        # What noted operations read.
+        self._readers: list[weakref.ref[Recipe]] = []
+
+    def __reduce__(self) -> Any:
+        """What a writer needs to compute entries."""
+        return DeferredMemory, (self._compute,), {"entry_bytes": self.entry_bytes}
+
+    @property
+    def compute(self) -> "Callable[[Known], Tensor]":
+        """Computes the values, without noted changes."""
+        return self._compute
+
+    def value(self, known: "Known") -> Tensor:
+        """The values: those that are kept, cached or ``known``, or new ones."""
+        found = self._cached if self.kept is None else self.kept
+        if found is not None:
+            return found
+        if self not in known:
+            value = self._compute(known)
+            for change in self._changes:
+                change(value)
+            known[self] = value
+            self._num_uses += 1
+            # Entries are computed once, and are freed when they have been written.
+            is_used_again = self._num_uses > _MOST_USES or value.numel() <= _MOST_CACHED
+            if is_used_again and self.entry_bytes is None:
+                self._cached = value
+        return known[self]
+
+    @property
+    def origin(self) -> Callable[[], Tensor] | None:
+        """Reader of these very values; ``None``: they are computed, changed, or have been handed out for good."""
+        return self._origin if self.kept is None and not self._changes else None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next :meth:`value` is in memory that nothing else has."""
+        return self.kept is None and self._cached is None
+
+    @property
+    def run(self) -> "ReadRun | None":
+        """Reads a run of the elements alone; ``None``: all must be read, or are kept."""
+        return self._run if self.kept is None and not self._changes else None
+
+    def keep(self) -> None:
+        """Keep the values for good."""
+        if self.kept is None:
+            self.kept, self._cached = self.value({}), None
+
+    def read_through(self, view: "Recipe") -> "Recipe":
+        """Source of an operation that is noted now: the values of ``view``, even if the memory changes."""
+        read = Recipe(self, view.views, view.offset)
+        self._readers.append(weakref.ref(read))
+        return read
+
+    def change_at_once(self, replaced: Tensor | None) -> None:
+        """The values are about to be changed in place; all of them are, if there is memory for them: ``replaced``."""
+        self._part_from_readers()
+        if self.kept is None and replaced is not None:
+            self.kept = replaced
+        self.keep()
+        self.is_changed = True
+
+    def change_later(self, change: Callable[[Tensor], object], text: str) -> None:
+        """Let ``change``, of which ``text`` tells all, change the values when they are computed; they are not kept."""
+        self._part_from_readers()
+        self._cached = None
+        self._changes.append(change)
+        self.history.append(text)
+
+    def _part_from_readers(self) -> None:
+        """Leave the values until now to a base of their own if something reads them."""
+        readers = [node for reference in self._readers if (node := reference()) is not None]
+        self._readers = []
+        if not readers:
+            return
+        older = DeferredMemory(self._compute, self._run)
+        older._changes, older._readers = self._changes, [weakref.ref(node) for node in readers]
+        older.kept = None if self.kept is None else self.kept.clone()
+        for node in readers:
+            node.base = older
+        self._compute, self._run, self._changes = lambda known: older.value(known).clone(), None, []
+
+
+Views: TypeAlias = tuple[Callable[[Tensor], Tensor], ...]
+# Reads the elements from the first number to the second, in row-major order, into new memory of one dim.
+ReadRun: TypeAlias = Callable[[int, int], Tensor]
+
+
+@final
+class Recipe:
+    """Values of a deferred tensor: those of a base, or a view of them that begins at ``offset``, if that is known."""
+
+    def __init__(self, base: DeferredMemory, views: Views = (), offset: int | None = 0) -> None:
+        self.base = base
+        self.views = views
+        self.offset = offset
+
+    def value(self, known: "Known") -> Tensor:
+        """The values, which share memory with those of the base."""
+        found = self.base.value(known)
+        for view in self.views:
+            found = view(found)
+        return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """Operation of torch that is yet to be done. Several results may refer to it."""
+
+    function: Any
+    operands: Sequence[Any]
+    """Flat arguments, with recipes in the place of deferred tensors."""
+    structure: Any
+    """Structure of the arguments."""
+
+    def __reduce__(self) -> Any:
+        arguments = pytree.tree_unflatten(self.operands, self.structure)
+        return _restored, (self.function.overloadpacket.__name__, self.function._overloadname, arguments)
+
+    def __call__(self, operands: Sequence[Any]) -> Any:
+        """The results with other operands."""
+        args, kwargs = pytree.tree_unflatten(operands, self.structure)
+        return self.function(*args, **kwargs)
+
+    def view(self, number: int | None, base: Tensor) -> Tensor:
+        """Result ``number`` of a view of ``base``, which is the first operand."""
+        return _numbered(self([base, *self.operands[1:]]), number)
+
+
+def _restored(packet: str, overload: str, arguments: Any) -> _Operation:
+    return _Operation(getattr(getattr(_aten, packet), overload), *pytree.tree_flatten(arguments))
+
+
+def _numbered(results: Any, number: int | None) -> Tensor:
+    found: Tensor = results if number is None else results[number]
+    return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """Values that are one of the results of an operation; without a number, the only one."""
+
+    operation: _Operation
+    number: int | None
+
+    def __call__(self, known: "Known") -> Tensor:
+        operation = self.operation
+        if operation not in known:
+            values = [each.value(known) if isinstance(each, Recipe) else each for each in operation.operands]
+            with torch.no_grad():
+                known[operation] = operation(values)
+        return _numbered(known[operation], self.number)
+
+
+@final
+@dataclass(frozen=True)
+class _EntryValues:
+    """Values of an entry of a state dict, which are known when it is written."""
+
+    name: str
+
+    def __call__(self, known: "Known") -> Tensor:
+        if self.name not in known:
+            raise _refused("Tensor.__reduce_ex__")
+        found: Tensor = known[self.name]
+        return found
+
+
+# What one evaluation has found already; several operations may read the same base. Entries are there by their names.
+Known: TypeAlias = dict[DeferredMemory | _Operation | str, Any]
+
+
+@final
+class _NoStorage:
+    """Storage of entries: an address of its own, and the size that it would have."""
+
+    def __init__(self, memory: DeferredMemory) -> None:
+        self._memory = memory
+
+    def data_ptr(self) -> int:
+        """Address, by which libraries tell storages apart."""
+        return _FIRST_ADDRESS + id(self._memory)
+
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        assert self._memory.entry_bytes is not None
+        return self._memory.entry_bytes
+
+
+class DeferredTensor(Tensor):
+    """Tensor without values, which has a recipe for them. Make one by :func:`defer` or :func:`entry`."""
+
+    _node: Recipe
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, node: DeferredView) -> "DeferredTensor":
+    def __new__(cls, like: Tensor, device: torch.device, node: Recipe) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
         made._node = node
         return made
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe of the values."""
+        return self._node
 
     @property
     def is_kept(self) -> bool:
@@ -106,6 +371,8 @@ class DeferredTensor(Tensor):
     ) -> Any:
         first = args[0] if args else None
         if func in _OF_MEMORY and isinstance(first, DeferredTensor):
+            if first._node.base.entry_bytes is not None:
+                return _of_entry(func, first)
             first._node.base.keep()
             with torch.no_grad():
                 return func(first._node.value({}), *args[1:], **(kwargs or {}))
@@ -117,15 +384,17 @@ class DeferredTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if _are_entries(leaves):
+            return _computed_from_entries(func, args, kwargs)
         if func in _LIKE:
             return func(_meta(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
-        leaves, structure = pytree.tree_flatten((args, kwargs))
         if func not in _SAME:
             _keep(func, leaves)
         if func._schema.is_mutable:
             return _changed(func, args, kwargs, leaves, structure)
         if isinstance(args[0], DeferredTensor) and _is_view(func) and (func in _SAME or not args[0]._node.base.keeps):
-            return _viewed(func, args[0], args[1:], kwargs)
+            return _viewed(func, leaves, structure)
         noted = _noted(func, leaves, structure)
         return _computed(func, leaves, structure) if noted is None else noted
 
@@ -171,7 +440,22 @@ def defer(
             user that does not know of deferred ones.
     """
     memory = DeferredMemory(lambda known: read(), read_run, read, keeps=keeps)
-    return DeferredTensor(like, device, DeferredView(memory))
+    return DeferredTensor(like, device, Recipe(memory))
+
+
+def entry(name: str, shape: Sequence[int], dtype: torch.dtype) -> DeferredTensor:
+    """Deferred entry ``name`` of a state dict, whose values are gathered when it is written."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredTensor(like, torch.device("cpu"), Recipe(DeferredMemory(_EntryValues(name), entry_bytes=like.nbytes)))
+
+
+def entries_of(recipe: Recipe) -> frozenset[str]:
+    """Names of the entries that ``recipe`` needs. Its values are ``recipe.value`` of a dict with those of each."""
+    compute = recipe.base.compute
+    if isinstance(compute, _EntryValues):
+        return frozenset({compute.name})
+    assert isinstance(compute, _Result)
+    return frozenset().union(*(entries_of(each) for each in compute.operation.operands if isinstance(each, Recipe)))
 
 
 def own_values(tensor: DeferredTensor) -> Tensor:
@@ -250,34 +534,37 @@ def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
 
-def _viewed(func: Any, base: DeferredTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Deferred views of ``base``."""
-    node = base._node
+def _viewed(func: Any, leaves: list[Any], structure: Any) -> Any:
+    """Deferred views of the first of ``leaves``."""
+    base = leaves[0]
+    node: Recipe = base._node
     if func in _SAME:
-        return DeferredTensor(_meta(base), base.device, DeferredView(node.base, node.views, node.offset))
-
-    def view(number: int | None, tensor: Tensor) -> Tensor:
-        found = func(tensor, *args, **kwargs)
-        made: Tensor = found if number is None else found[number]
-        return made
+        return DeferredTensor(_meta(base), base.device, Recipe(node.base, node.views, node.offset))
+    operation = _Operation(func, [None, *leaves[1:]], structure)
 
     def viewed(number: int | None, shape: Tensor) -> DeferredTensor:
         # Views of another dtype count other elements, and a complex view may be a conjugate.
         is_known = node.offset is not None and func is not _aten.as_strided.default
         is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
         offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
-        return DeferredTensor(shape, base.device, DeferredView(node.base, (*node.views, partial(view, number)), offset))
+        view = partial(operation.view, number)
+        return DeferredTensor(shape, base.device, Recipe(node.base, (*node.views, view), offset))
 
-    shapes = func(_meta(base), *args, **kwargs)
+    return _each(viewed, operation([_meta(base), *leaves[1:]]))
+
+
+def _each(made: Callable[[int | None, Tensor], DeferredTensor], shapes: Any) -> Any:
+    """``made`` of each result of an operation and its number."""
     if isinstance(shapes, Tensor):
-        return viewed(None, shapes)
-    return type(shapes)(viewed(number, shape) for number, shape in enumerate(shapes))
+        return made(None, shapes)
+    return type(shapes)(made(number, shape) for number, shape in enumerate(shapes))
 
 
 def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
     """Deferred results of an operation; ``None``: it must be computed at once."""
     given = [leaf for leaf in leaves if isinstance(leaf, DeferredTensor)]
-    has_others = len(given) < sum(isinstance(leaf, Tensor) for leaf in leaves)
+    are_entries = _are_entries(leaves)
+    has_others = len(given) < sum(isinstance(leaf, Tensor) for leaf in leaves) and not are_entries
     if has_others or all(each.is_kept for each in given) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     args, kwargs = _meta_arguments(leaves, structure)
@@ -286,20 +573,19 @@ def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
         shapes = func(*args, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
     except (RuntimeError, TypeError):  # its shape depends on values, or it knows no meta device
         return None
-    if isinstance(shapes, Tensor):
-        operands = _operands(leaves)
-        run = _noted_run(func, leaves, operands, kwargs) if shapes.is_contiguous() else None
-        return DeferredTensor(
-            shapes, device, DeferredView(DeferredMemory(partial(_replayed, func, operands, structure, None), run))
-        )
-    if not isinstance(shapes, tuple | list) or not all(isinstance(each, Tensor) for each in shapes):
+    are_many = isinstance(shapes, tuple | list)
+    if not all(isinstance(each, Tensor) for each in (shapes if are_many else [shapes])):
         return None
-    return type(shapes)(
-        DeferredTensor(
-            shape, device, DeferredView(DeferredMemory(partial(_replayed, func, _operands(leaves), structure, number)))
-        )
-        for number, shape in enumerate(shapes)
-    )
+    operation = _Operation(func, _operands(leaves), structure)
+
+    def noted(number: int | None, shape: Tensor) -> DeferredTensor:
+        is_run = number is None and shape.is_contiguous()
+        run = _noted_run(func, leaves, operation.operands, kwargs) if is_run else None
+        entry_bytes = shape.nbytes if are_entries else None
+        memory = DeferredMemory(_Result(operation, number), run, entry_bytes=entry_bytes)
+        return DeferredTensor(shape, device, Recipe(memory))
+
+    return _each(noted, shapes)
 
 
 def _meta_arguments(leaves: list[Any], structure: Any) -> Any:
@@ -311,22 +597,13 @@ def _operands(leaves: list[Any]) -> list[Any]:
     return [leaf._node.base.read_through(leaf._node) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
 
 
-def _noted_run(func: Any, leaves: list[Any], operands: list[Any], kwargs: dict[str, Any]) -> ReadRun | None:
+def _noted_run(func: Any, leaves: list[Any], operands: Sequence[Any], kwargs: dict[str, Any]) -> ReadRun | None:
     """Computes runs of the result of an operation, if that is row-major."""
     if func not in _ELEMENTWISE or _run_of(leaves[0]) is None:
         return None
     source = DeferredTensor(_meta(leaves[0]), leaves[0].device, operands[0])
     options = {name: value for name, value in kwargs.items() if name != "memory_format"}
     return lambda start, stop: func(run_of(source, start, stop), **options)
-
-
-def _replayed(func: Any, operands: Sequence[Any], structure: Any, number: int | None, known: Known) -> Tensor:
-    values = [each.value(known) if isinstance(each, DeferredView) else each for each in operands]
-    args, kwargs = pytree.tree_unflatten(values, structure)
-    with torch.no_grad():
-        result = func(*args, **kwargs)
-    made: Tensor = result if number is None else result[number]
-    return made
 
 
 def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
@@ -387,12 +664,13 @@ def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags or not _is_possible(func, leaves, structure):
         return False
     node, copies = tensor._node, [each.clone() if isinstance(each, Tensor) else each for each in others]
-    views = node.views
+    operation, views = _Operation(func, [None, *copies], structure), node.views
 
     def change(value: Tensor) -> None:
         for view in views:
             value = view(value)
-        _replayed(func, [value, *copies], structure, None, {})
+        with torch.no_grad():
+            operation([value, *copies])
 
     numbers = [each.item() if isinstance(each, Tensor) else each for each in copies]
     node.base.change_later(change, f"{func}{numbers}")
@@ -408,6 +686,40 @@ def _can_be_noted(leaf: Any, device: torch.device) -> bool:
     return type(leaf) in (Tensor, nn.Parameter) and leaf.device == device and leaf.ndim == 0 and is_number
 
 
+def _are_entries(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, DeferredTensor) and leaf._node.base.entry_bytes is not None for leaf in leaves)
+
+
+def _computed_from_entries(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Noted results, or views, of an operation on entries; see [Note: deferred entries]."""
+    options = {name: value for name, value in kwargs.items() if name != "device"}
+    leaves, structure = pytree.tree_flatten((args, options))
+    found = None
+    if not func._schema.is_mutable and func.namespace == "aten":
+        is_view = isinstance(leaves[0], DeferredTensor) and _is_view(func)
+        found = (_viewed if is_view else _noted)(func, leaves, structure)
+    if found is None:
+        raise _refused(func)
+    return found
+
+
+def _of_entry(func: Any, tensor: DeferredTensor) -> Any:
+    """Result of a method that reaches for the memory of an entry."""
+    storage = _NoStorage(tensor._node.base)
+    if func is Tensor.untyped_storage:
+        return storage
+    if func is Tensor.data_ptr:
+        return storage.data_ptr() + (tensor._node.offset or 0) * tensor.dtype.itemsize
+    raise _refused(func.__name__)
+
+
+def _refused(use: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{use}` changes, or looks at, a weight while the model is being saved, but no rank has it there. "
+        "Save `accelerator.get_state_dict(model)` instead, which gathers the model."
+    )
+
+
 def _set_data(tensor: Tensor, data: Tensor) -> None:
     """``tensor.data = data``, one of which is deferred."""
     if not isinstance(tensor, DeferredTensor):
@@ -417,7 +729,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     if isinstance(data, DeferredTensor):
         node = data._node
     else:
-        node = DeferredView(DeferredMemory(lambda known: data.detach()))
+        node = Recipe(DeferredMemory(lambda known: data.detach()))
         node.base.change_at_once(data.detach())
     with plain_functions():
         _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))

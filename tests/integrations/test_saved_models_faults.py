@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from smp_strategy.checkpoint.stand_in import StandIn
 from smp_strategy.checkpoint.storage.weight_file import SafetensorsFile
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_tensor import DeferredTensor
 
 WIDTH = 128
 
@@ -35,7 +35,11 @@ class NewBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, StandIn) and tensor.device.type != "meta":
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not isinstance(tensor, DeferredTensor)
+                and tensor.device.type != "meta"
+            ):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._before:
                     self._storages[storage._cdata] = weakref.ref(storage)

@@ -2,8 +2,8 @@
 
 ``save_pretrained`` of transformers and PEFT, and ``save_model`` of Accelerate, take or make a whole state dict, edit it
 (tied weights, names and layouts on disk, adapters only), split it into files, and write these, the index, and the
-configuration. All of that is left to them, on one rank. But the state dict has stand-ins, and the function that writes
-a file only notes what belongs there. Afterwards all ranks write the files together
+configuration. All of that is left to them, on one rank. But the tensors of the state dict are deferred, and the
+function that writes a file only notes what belongs there. Afterwards all ranks write the files together
 (:mod:`smp_strategy.checkpoint.spread_state`), so names and bytes are those of a single process.
 
 Everything is written beside its place and moved there when it is complete
@@ -22,7 +22,6 @@ from typing import Any, final
 import torch.distributed as dist
 
 from smp_strategy.checkpoint.spread_state import PlannedFile, PlannedTensor, SpreadState
-from smp_strategy.checkpoint.stand_in import StandIn
 from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
@@ -31,6 +30,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.saved_models import state_folders as folders
 from smp_strategy.integrations.saved_models.shared_states import on_every_rank
+from smp_strategy.model.deferred_tensor import DeferredTensor
 from smp_strategy.model.patching import Patches
 
 __all__ = ["FileNotes", "SpreadModel", "spread_model", "write_together"]
@@ -60,13 +60,13 @@ class FileNotes:
 
     def note(self, tensors: Mapping[str, Any], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
         """Note a file; the arguments are those of safetensors' ``save_file``."""
-        others = [name for name, value in tensors.items() if not isinstance(value, StandIn)]
+        others = [name for name, value in tensors.items() if not isinstance(value, DeferredTensor)]
         if others:
             raise UnsupportedError(
                 f"`{others[0]}` is not a weight of the model as it is, but was made when it was saved, and the model "
                 f"is spread over ranks. Save by {door_words().save_model} instead."
             )
-        noted = {name: PlannedTensor(each.info, each.recipe) for name, each in tensors.items()}
+        noted = {name: PlannedTensor.of(each) for name, each in tensors.items()}
         self.files.append(PlannedFile(str(Path(filename).relative_to(self._folder)), noted, metadata))
 
 
@@ -86,10 +86,10 @@ class SpreadModel:
         self._aside = aside
 
     def collected(self) -> tuple[SpreadState, dict[str, Any]]:
-        """The state of the module, and the whole state dict of the part, with stand-ins. Collective."""
+        """The state of the module, and the whole state dict of the part, with deferred tensors. Collective."""
         with self._aside():
             state = self._engine.saved.spread_state()
-        return state, state.stand_ins(self._prefix)
+        return state, state.deferred(self._prefix)
 
     def gathered_on_first(self) -> dict[str, Any]:
         """The whole state dict of the part on global rank 0; empty elsewhere. Collective."""

@@ -15,8 +15,7 @@ from smp_strategy.checkpoint.spread_state import (
     in_rounds,
     portions_in_turn,
 )
-from smp_strategy.checkpoint.stand_in import EntryRecipe, StandIn
-from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
+from smp_strategy.model.deferred_tensor import entries_of, entry
 from smp_strategy.testing import run_ranks
 
 RANKS = 4
@@ -41,8 +40,9 @@ def test_files_of_which_all_have_the_same_are_dealt_out():
 
 
 def a_file(number, entries):
-    info = LocalTensorInfo((2,), torch.float32)
-    tensors = {f"{number}.{place}": PlannedTensor(info, EntryRecipe(entry)) for place, entry in enumerate(entries)}
+    tensors = {
+        f"{number}.{place}": PlannedTensor.of(entry(name, (2,), torch.float32)) for place, name in enumerate(entries)
+    }
     return PlannedFile(f"{number}", tensors, None)
 
 
@@ -59,7 +59,7 @@ def test_each_tensor_is_in_one_portion_and_writers_take_turns(entries, data):
     assert sorted(names) == sorted(name for file in files for name in file.tensors)
     for portion in portions:
         for name in portion.names:
-            assert files[portion.file].tensors[name].recipe == EntryRecipe(portion.entries[0])
+            assert entries_of(files[portion.file].tensors[name].recipe) == {portion.entries[0]}
     for writer in range(3):
         mine = [portion.file for portion in portions if writers[portion.file] == writer]
         assert mine == sorted(mine)  # one file after the other
@@ -73,10 +73,9 @@ def test_each_tensor_is_in_one_portion_and_writers_take_turns(entries, data):
 
 
 def test_tensors_that_are_made_of_the_same_entry_are_one_portion():
-    info = LocalTensorInfo((4, 2), torch.float32)
-    a, b = StandIn(info, EntryRecipe("a")), StandIn(info, EntryRecipe("b"))
+    a, b = entry("a", (4, 2), torch.float32), entry("b", (4, 2), torch.float32)
     made = {"b": b, "a.0": a[0], "ab": torch.cat([a, b]), "a.1": a[1]}
-    file = PlannedFile("x", {name: PlannedTensor(each.info, each.recipe) for name, each in made.items()}, None)
+    file = PlannedFile("x", {name: PlannedTensor.of(each) for name, each in made.items()}, None)
     found = [(portion.names, portion.entries) for portion in portions_in_turn([file], [0])]
     assert found == [(("b",), ("b",)), (("a.0", "a.1"), ("a",)), (("ab",), ("a", "b"))]
 

@@ -1,4 +1,4 @@
-"""Stand-ins look like the tensors of a state dict, and their recipes give the values that the tensors would have."""
+"""Deferred entries look like the tensors of a state dict, and their recipes give the values that these would have."""
 
 import pickle
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from smp_strategy.checkpoint.stand_in import EntryRecipe, StandIn, entries_of, value_of
-from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.deferred_tensor import entries_of, entry
 
 CONVERSIONS = {
     "nothing": lambda a, b: [a],
@@ -22,37 +21,36 @@ CONVERSIONS = {
 }
 
 
-def stand_ins():
-    info = LocalTensorInfo((4, 6), torch.float32)
-    return StandIn(info, EntryRecipe("a")), StandIn(info, EntryRecipe("b"))
+def two_entries():
+    return entry("a", (4, 6), torch.float32), entry("b", (4, 6), torch.float32)
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_recipes_give_the_values_of_the_operations(name):
     values = {"a": torch.randn(4, 6), "b": torch.randn(4, 6)}
-    found = CONVERSIONS[name](*stand_ins())
+    found = CONVERSIONS[name](*two_entries())
     expected = CONVERSIONS[name](values["a"], values["b"])
     recipes = pickle.loads(pickle.dumps([each.recipe for each in found]))
-    done = {}
-    for stand_in, recipe, value in zip(found, recipes, expected, strict=True):
-        assert (tuple(stand_in.shape), stand_in.dtype, stand_in.stride()) == (
+    known = dict(values)
+    for made, recipe, value in zip(found, recipes, expected, strict=True):
+        assert (tuple(made.shape), made.dtype, made.stride()) == (
             tuple(value.shape),
             value.dtype,
             value.stride(),
         )
-        assert torch.equal(value_of(recipe, values, done), value)
+        assert torch.equal(recipe.value(known), value)
         assert entries_of(recipe) <= {"a", "b"}
 
 
 def test_entries_are_those_that_are_needed():
-    a, b = stand_ins()
+    a, b = two_entries()
     assert entries_of(a.recipe) == {"a"}
     assert entries_of(a.chunk(2)[1].contiguous().recipe) == {"a"}
     assert entries_of((a.t() @ b).recipe) == {"a", "b"}
 
 
 def test_libraries_split_them_into_files_as_they_split_tensors():
-    a, b = stand_ins()
+    a, b = two_entries()
     for x, y in ((a, b), (torch.zeros(4, 6), torch.zeros(4, 6))):
         state = {"x": x, "tied": x, "y": y, **{f"part.{number}": part for number, part in enumerate(y.chunk(4))}}
         split = split_torch_state_dict_into_shards(state, max_shard_size=100)
@@ -63,8 +61,30 @@ def test_libraries_split_them_into_files_as_they_split_tensors():
 
 
 def test_what_needs_values_or_changes_them_is_refused():
-    a, _ = stand_ins()
-    for use in (lambda: a.add_(1), lambda: a.zero_()):
+    a, _ = two_entries()
+    part = a.chunk(2)[1].contiguous()
+    uses = [lambda: a.add_(1), lambda: a.zero_(), lambda: a[0, 0].item(), a.tolist, lambda: pickle.dumps(part)]
+    for use in [*uses, lambda: torch.rand_like(a), lambda: part.uniform_()]:
         with pytest.raises(UnsupportedError, match="no rank has it there"):
             use()
-    assert repr(a) == "StandIn([4, 6], torch.float32)"
+    assert repr(a) == "DeferredTensor([4, 6], torch.float32, not read yet)"
+
+
+def test_ordinary_tensors_of_an_operation_travel_with_the_recipe():
+    a, _ = two_entries()
+    order = torch.tensor([2, 0, 1, 3])
+    recipe = pickle.loads(pickle.dumps((a[order] * torch.tensor(2.0)).recipe))
+    value = torch.randn(4, 6)
+    assert torch.equal(recipe.value({"a": value}), value[order] * 2)
+
+
+def test_views_have_the_storage_of_their_entry_and_results_their_own():
+    a, b = two_entries()
+    storage = a.untyped_storage()
+    assert storage.nbytes() == 4 * 6 * 4
+    assert a[2].untyped_storage().data_ptr() == storage.data_ptr() != b.untyped_storage().data_ptr()
+    assert a[2].data_ptr() - a.data_ptr() == 2 * 6 * 4
+    made = a[2].clone()
+    assert made.untyped_storage().data_ptr() != storage.data_ptr()
+    assert made.untyped_storage().nbytes() == 6 * 4
+    assert made.device == torch.device("cpu")
