@@ -6,7 +6,7 @@ use values. So a folder is offered like an ordinary file, as a dict of tensors, 
 their place, whatever their names are by now. Values of the others are computed, or taken from memory.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, final
 
@@ -72,12 +72,20 @@ class WholeState:
         return {name: self._entries[name] for name in names}
 
 
-def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys."""
+def flattened(
+    state: Mapping[str, Any], prefix: str = "", opens: Callable[[str, Mapping[str, Any]], bool] | None = None
+) -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys.
+
+    Args:
+        state: The dicts.
+        prefix: Comes before each key.
+        opens: Tells, by the key and the dict, which are flattened; by default all are.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, Mapping):
-            found.update(flattened(value, f"{prefix}{key}."))
+        if isinstance(value, Mapping) and (opens is None or opens(f"{prefix}{key}", value)):
+            found.update(flattened(value, f"{prefix}{key}.", opens))
         elif isinstance(value, HeldTensor) and value.aliases:
             found[f"{prefix}{key}"] = replace(value, aliases=tuple(prefix + alias for alias in value.aliases))
         else:

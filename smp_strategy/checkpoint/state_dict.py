@@ -193,14 +193,13 @@ def encoded(value: Any, change: Callable[[str, Tensor], Any], name: str = "") ->
     return value
 
 
-def with_lists(value: Any) -> Any:
-    """State with its lists again; the inverse of :func:`encoded`."""
-    if not isinstance(value, Mapping):
+def with_lists(value: Any, key_of: Callable[[int], Any] = "#{}".format) -> Any:
+    """State with its lists again, the inverse of :func:`encoded`; ``key_of`` gives the key of a number."""
+    if not isinstance(value, dict):
         return value
-    items = {key: with_lists(item) for key, item in value.items()}
-    if items and all(isinstance(key, str) and key.startswith("#") for key in items):
-        return [items[f"#{number}"] for number in range(len(items))]
-    return items
+    items = {key: with_lists(item, key_of) for key, item in value.items()}
+    in_order = list(map(key_of, range(len(items))))
+    return [items[key] for key in in_order] if items and items.keys() == set(in_order) else items
 
 
 def _with_groups(

@@ -78,10 +78,10 @@ def render_sagemaker(options: Mapping[str, Any]) -> str:
 
 def _parameters(given: Any, notes: list[str]) -> dict[str, Any]:
     """Parameters in a configuration of any form."""
+    if isinstance(given, str | os.PathLike):
+        given = _read(given, "SageMaker's configuration")
     if given is None:
         return {}
-    if isinstance(given, str | os.PathLike):
-        return _parameters(_read(given, "SageMaker's configuration"), notes)
     if not isinstance(given, Mapping):
         raise ConfigError(
             "SageMaker's configuration must be a dict (`distribution` of an estimator, or its `parameters`) or the "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.activations.selection import choose
@@ -228,9 +229,8 @@ def _summed_layers(units: Sequence[Unit]) -> dict[str, int]:
 
 def _affine(two: Any, three: Any, number: int) -> Any:
     """``two`` with all integers that differ in ``three`` continued to ``number``."""
-    if type(two) is int:
-        return two + (number - 2) * (three - two)
-    if not isinstance(two, tuple):
-        return two
-    parts = (_affine(mine, theirs, number) for mine, theirs in zip(two, three, strict=True))
-    return type(two)(*parts) if hasattr(two, "_fields") else tuple(parts)
+
+    def continued(two: Any, three: Any) -> Any:
+        return two + (number - 2) * (three - two) if type(two) is int else two
+
+    return pytree.tree_map(continued, two, three)

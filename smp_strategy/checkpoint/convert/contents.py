@@ -10,6 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from smp_strategy.model.trace.pytree import nodes
+
 __all__ = ["CheckpointContents", "LazyTensor", "OptimizerContents", "map_tensors", "tensors_of"]
 
 
@@ -99,11 +101,4 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -
 
 def tensors_of(value: Any) -> Iterator[LazyTensor]:
     """The tensors in dicts, lists and tuples."""
-    if isinstance(value, LazyTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
+    return (node for _, node in nodes(value) if isinstance(node, LazyTensor))

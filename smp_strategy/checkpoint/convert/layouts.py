@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, tensors_of
+from smp_strategy.checkpoint.sources import flattened
 from smp_strategy.checkpoint.state_dict import with_lists
 from smp_strategy.errors import CheckpointError
 
@@ -290,15 +291,10 @@ def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return tree
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Names of a state dict, where a writer has nested them."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and any(tensors_of(value)) and not name.endswith("_extra_state"):
-            found.update(_flat(value, f"{name}."))
-        elif name != "_smp_is_partial":
-            found[name] = value
+    found = flattened(tree, opens=lambda name, value: any(tensors_of(value)) and not name.endswith("_extra_state"))
+    found.pop("_smp_is_partial", None)
     return found
 
 

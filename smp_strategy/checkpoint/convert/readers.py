@@ -15,6 +15,7 @@ from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTen
 from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
 from smp_strategy.checkpoint.convert.safetensors import indexed, open_safetensors
 from smp_strategy.checkpoint.sources import put, with_spread
+from smp_strategy.checkpoint.state_dict import with_lists
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.full_file import read_full
 from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums
@@ -51,22 +52,11 @@ def open_sharded(path: Place, *, weights_at: str | None = None) -> CheckpointCon
             put(tree, stored.paths[name], value)
         rest = stored.rest()
     rest = with_spread(rest, tree)
-    found = contents_of(
-        _with_lists(tree), kind="sharded checkpoint", source=str(path), rest=rest, weights_at=weights_at
-    )
+    tree = with_lists(tree, int)  # which are stored item by item
+    found = contents_of(tree, kind="sharded checkpoint", source=str(path), rest=rest, weights_at=weights_at)
     found.note = dict(stored.note) or found.note
     found.has_digests = stored.has_digests
     return found
-
-
-def _with_lists(value: Any) -> Any:
-    """Restore lists of tensors, which are stored item by item."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    if items and items.keys() == set(range(len(items))):
-        return [items[number] for number in range(len(items))]
-    return items
 
 
 def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:

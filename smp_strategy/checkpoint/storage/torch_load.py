@@ -19,7 +19,7 @@ import re
 import typing
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import CheckpointError, ConfigError, DamagedError
+from smp_strategy.model.trace.pytree import nodes
 
 __all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file", "plain_content"]
 
@@ -132,28 +133,26 @@ def check_content(value: Any, name: str) -> None:
         ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings,
             bytes and ``None``.
     """
-    for path, leaf in _leaves(value, name):
-        kind = type(leaf)
-        if kind not in _LEAVES:
+    for path, node in nodes(value, _opened):
+        kind = type(node)
+        if kind not in (*_LEAVES, *_SEQUENCES, *_MAPPINGS):
             remedy = _REMEDIES.get(kind.__module__.partition(".")[0], _REMEDY)
             raise ConfigError(
-                f"`{path}` is of type {kind.__module__}.{kind.__qualname__}, which cannot be in a checkpoint: files "
-                "are read without making objects of such classes, and hold dicts, lists, tuples and sets of tensors, "
-                f"numbers, strings, bytes and None only. {remedy}"
+                f"`{name}{''.join(path)}` is of type {kind.__module__}.{kind.__qualname__}, which cannot be in a "
+                "checkpoint: files are read without making objects of such classes, and hold dicts, lists, tuples and "
+                f"sets of tensors, numbers, strings, bytes and None only. {remedy}"
             )
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All leaves with their paths; a container of another class is a leaf."""
-    if isinstance(value, Mapping) and type(value) in _MAPPINGS:
-        for key, item in value.items():
-            yield from _leaves(key, f"{path}: key {key!r}")
-            yield from _leaves(item, f"{path}[{key!r}]")
-    elif type(value) in _SEQUENCES:
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{number}]")
-    else:
-        yield path, value
+def _opened(node: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and items; a container of another class is a leaf."""
+    if type(node) in _MAPPINGS:
+        for key, item in node.items():
+            yield f": key {key!r}", key
+            yield f"[{key!r}]", item
+    elif type(node) in _SEQUENCES:
+        for number, item in enumerate(node):
+            yield f"[{number}]", item
 
 
 def load_file(path: Path, *, weights_only: bool) -> Any:

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
 from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
 from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.errors import printable
+from smp_strategy.model.trace.pytree import nodes
 
 __all__ = ["run"]
 
@@ -143,25 +144,14 @@ def _tensors(contents: CheckpointContents) -> Iterator[dict[str, Any]]:
         tied_to = None if tensor.memory is None else first.setdefault(tensor.memory, name)
         yield _entry("weights", name, tensor, None if tied_to == name else tied_to)
     for number, optimizer in enumerate(contents.optimizers):
-        for name, tensor in _named(optimizer):
+        for name, tensor in _named(optimizer.state):
             yield _entry(f"optimizer {number}", name, tensor, None)
-    for name, tensor in _leaves(contents.rest, ""):
+    for name, tensor in _named(contents.rest):
         yield _entry("other", name, tensor, None)
 
 
-def _named(optimizer: OptimizerContents) -> Iterator[tuple[str, LazyTensor]]:
-    return _leaves(optimizer.state, "")
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, LazyTensor]]:
-    if isinstance(value, LazyTensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}".removeprefix("."))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{number}".removeprefix("."))
+def _named(value: Any) -> Iterator[tuple[str, LazyTensor]]:
+    return ((".".join(map(str, path)), node) for path, node in nodes(value) if isinstance(node, LazyTensor))
 
 
 def _entry(group: str, name: str, tensor: LazyTensor, tied_to: str | None) -> dict[str, Any]:

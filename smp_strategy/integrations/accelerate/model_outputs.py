@@ -12,7 +12,7 @@ with respect to all samples are those of all ranks' losses, averaged like gradie
 computes is the mean over the samples of the whole group, on each rank: the mean over the processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,7 +28,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
-from smp_strategy.model.trace.pytree import flatten_output
+from smp_strategy.model.trace.pytree import flatten_output, items_of, nodes
 from smp_strategy.pipeline.join_results import merge
 
 __all__ = [
@@ -133,23 +133,17 @@ def _carried(leaf: Any, *, only_loss: bool) -> Any:
             return leaf
         remedy = "Set `training_outputs=all` in SMPPlugin to get it on every rank."
         return OmittedResult("With `training_outputs=loss` all that the model returns beside its loss", remedy)
-    if _holds_tensors(leaf, depth=5):
+    if any(isinstance(node, Tensor) for _, node in nodes(leaf, _opened, levels=5)):
         name = type(leaf).__name__
         remedy = "Call `model.generate`, which uses it, or keep the model from making it (`use_cache=False`)."
         return OmittedResult(f"The {name} that the model returns", remedy)
     return leaf
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, (str, bytes, int, float, type(None), type)):
-        return False
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(item, depth - 1) for item in value.values())
-    if isinstance(value, (list, tuple, set)):
-        return any(_holds_tensors(item, depth - 1) for item in value)
-    return any(_holds_tensors(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
+def _opened(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, (Mapping, list, tuple, set)):
+        return items_of(list(node) if isinstance(node, set) else node)
+    return () if isinstance(node, (Tensor, type)) else getattr(node, "__dict__", {}).items()
 
 
 def is_differentiable(packed: Packed) -> bool:

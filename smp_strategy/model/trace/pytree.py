@@ -1,7 +1,8 @@
 """Pytrees with dataclasses, and short paths for flat calls.
 
 Arguments and results of a unit may be any nest of tuples, lists, dicts, named tuples and dataclasses. PyTorch's pytree
-supports all of them except dataclasses, which must be registered one by one.
+supports all of them except dataclasses, which must be registered one by one. Where a search needs paths, or nodes that
+are no leaves, or opens other objects, it walks by :func:`nodes`.
 
 Arguments of a call are flattened hundreds of times per step, and nearly always contain no container, so flat calls have
 a short form that avoids the general, much slower pytree. A dry run inspects the arguments of every single operation
@@ -11,10 +12,11 @@ several times: these contain tuples and lists at most.
 import collections
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,10 @@ __all__ = [
     "leaves_of",
     "unflatten_call",
     "LeafSlot",
+    "Path",
     "has_tensors",
+    "items_of",
+    "nodes",
     "is_opened_placed",
     "is_opened_value",
     "is_value",
@@ -118,6 +123,43 @@ def leaves_of(tree: Any) -> list[Any]:
         else:
             found += leaves_of(each)
     return found
+
+
+Path: TypeAlias = tuple[Any, ...]
+"""Keys that lead to a node."""
+
+
+def items_of(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Items of a mapping, a list or a tuple with their keys; nothing of anything else."""
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, (list, tuple)) else ()
+
+
+def nodes(
+    tree: Any,
+    opened: Callable[[Any], Iterable[tuple[Any, Any]]] = items_of,
+    path: Path = (),
+    *,
+    levels: float = math.inf,
+    once: dict[int, Any] | None = None,
+) -> Iterator[tuple[Path, Any]]:
+    """Yield each node of ``tree`` with its path, from the outside in.
+
+    Args:
+        tree: Any nest.
+        opened: Gives the keys and items of a node.
+        path: Path of ``tree``.
+        levels: Longest path.
+        once: Nodes by their ids, which are not yielded again. Added to, so that a nest may hold itself.
+    """
+    if once is not None:
+        if id(tree) in once:
+            return
+        once[id(tree)] = tree
+    yield path, tree
+    for key, item in opened(tree) if len(path) < levels else ():
+        yield from nodes(item, opened, (*path, key), levels=levels, once=once)
 
 
 def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

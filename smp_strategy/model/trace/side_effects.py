@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import IMMUTABLE
-from smp_strategy.model.trace.pytree import is_value
+from smp_strategy.model.trace.pytree import is_value, items_of, nodes
 from smp_strategy.model.trace.snapshot import contents_of, fill, is_dataclass, is_same, replaced
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
@@ -121,24 +121,21 @@ def objects_in(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
 
     Of an object the latter is its ``__dict__``. The order is that of a search from the outside in.
     """
-    found: dict[int, tuple[Any, Any]] = {}
+    seen: dict[int, Any] = {}
+    items = (item for leaf in leaves if is_object(leaf) for _, item in nodes(leaf, _opened_object, once=seen))
+    return [(item, inner) for item in items if isinstance(inner := _inner(item), list | dict)]
 
-    def visit(item: Any) -> None:
-        if id(item) in found or isinstance(item, Tensor | nn.Module | type):
-            return
-        inner = item
-        if hasattr(item, "__dict__") and not callable(item):
-            inner = vars(item)
-        if isinstance(inner, list | dict):
-            found[id(item)] = (item, inner)
-        if isinstance(inner, list | dict | tuple):
-            for child in inner.values() if isinstance(inner, dict) else inner:
-                visit(child)
 
-    for leaf in leaves:
-        if is_object(leaf):
-            visit(leaf)
-    return list(found.values())
+def _inner(item: Any) -> Any:
+    """What holds the items of a container or an object, if it has any."""
+    if isinstance(item, Tensor | nn.Module | type):
+        return None
+    return vars(item) if hasattr(item, "__dict__") and not callable(item) else item
+
+
+def _opened_object(item: Any) -> Iterable[tuple[Any, Any]]:
+    inner = _inner(item)
+    return items_of(inner) if isinstance(inner, list | dict | tuple) else ()
 
 
 def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
@@ -149,24 +146,22 @@ def containers_of_objects(leaves: Iterable[Any]) -> list[Any]:
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
     """All containers among the positional and the keyword arguments of a call."""
     args, kwargs = arguments
-    return list(_containers((*args, *kwargs.values())))
+    given = [each for each in (*args, *kwargs.values()) if not isinstance(each, _LEAVES)]
+    found = (node for each in given for _, node in nodes(each, _opened))
+    return [node for node in found if isinstance(node, (list, dict)) or is_dataclass(node)]
 
 
-def _containers(tree: Any) -> Iterator[Any]:
-    """All lists, dicts and dataclasses in a nest, from the outside in."""
-    if isinstance(tree, _LEAVES):
-        return
-    if isinstance(tree, (list, dict)) or is_dataclass(tree):
-        yield tree
-    items = tree if isinstance(tree, (list, tuple)) else []
-    if isinstance(tree, dict):
-        items = list(tree.values())
-    elif is_dataclass(tree):
-        items = list(contents_of(tree).values())
-    elif is_value(type(tree)) and isinstance(getattr(tree, "__dict__", None), dict):  # a namespace, a `UserDict`
-        items = [vars(tree)]
-    for item in items:
-        yield from _containers(item)
+def _opened(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Items of lists, tuples, dicts, dataclasses and namespaces."""
+    if isinstance(node, _LEAVES):
+        return ()
+    if isinstance(node, (list, dict, tuple)):
+        return items_of(node)
+    if is_dataclass(node):
+        return items_of(contents_of(node))
+    if is_value(type(node)) and isinstance(getattr(node, "__dict__", None), dict):  # a namespace, a `UserDict`
+        return ((None, vars(node)),)
+    return ()
 
 
 Path = tuple[Any, ...]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from smp_strategy.distributed.torch_private import mode_set_aside
+from smp_strategy.model.trace.pytree import Path, items_of, nodes
 from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, is_in_place, reduction_of
 from smp_strategy.pipeline.placed_ops import operation_name
@@ -82,7 +83,7 @@ class BatchRecord(TorchFunctionMode):
     def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], copied: Any = None) -> None:
         super().__init__()
         # Not the microbatches themselves: steps replace what is in them.
-        self._given, self._sizes = [dict(_leaves(each, ())) for each in microbatches], sizes
+        self._given, self._sizes = [_given(each) for each in microbatches], sizes
         self._entries: list[_BatchStep] = []
         self._known: dict[int, tuple[Callable[[], Any], BatchValue]] = {}
         # Entries that have changed a memory.
@@ -91,7 +92,7 @@ class BatchRecord(TorchFunctionMode):
         self._originals: dict[int, list[Tensor]] = {}
         self._num_memories = 0
         self._numbers: dict[float, BatchValue] = {}
-        used = self._given[0] if copied is None else dict(_leaves(copied, ()))
+        used = self._given[0] if copied is None else _given(copied)
         for path, leaf in self._given[0].items():
             self._entries.append(_BatchStep(path))
             self._remember(
@@ -263,25 +264,18 @@ def _memory_of(value: Any) -> Any:
         return id(value)
 
 
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Tensors, arrays and lists in a microbatch, with their paths."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        yield path, value
-        return
-    if isinstance(value, list):
-        yield path, value
-    for key, each in _items(value) if len(path) < _MOST_LEVELS else ():
-        yield from _leaves(each, (*path, key))
+def _given(microbatch: Any) -> dict[Path, Any]:
+    """Tensors, arrays and lists in a microbatch by their paths."""
+    found = nodes(microbatch, _opened, levels=_MOST_LEVELS)
+    return {path: node for path, node in found if isinstance(node, (Tensor, np.ndarray, list))}
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, (list, tuple)):
-        return () if _has_numbers(value) else enumerate(value)
-    if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        return vars(value).items()
-    return ()
+def _opened(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, (Mapping, list, tuple)):
+        return () if isinstance(node, (list, tuple)) and _has_numbers(node) else items_of(node)
+    if isinstance(node, (Tensor, np.ndarray, type, torch.nn.Module)) or callable(node):
+        return ()
+    return getattr(node, "__dict__", {}).items()
 
 
 def _has_numbers(values: Sequence[Any]) -> bool:
@@ -289,12 +283,10 @@ def _has_numbers(values: Sequence[Any]) -> bool:
 
 
 def _arguments(args: Any, kwargs: Any) -> Iterator[Any]:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, (tuple, list)):
-            yield each
-            yield from () if _has_numbers(each) else _arguments(each, {})
-        else:
-            yield each
+    def opened(node: Any) -> Iterable[tuple[Any, Any]]:
+        return enumerate(node) if isinstance(node, (tuple, list)) and not _has_numbers(node) else ()
+
+    return (node for each in (*args, *kwargs.values()) for _, node in nodes(each, opened))
 
 
 def _replaced(tree: Any, find: Callable[[Any], Any]) -> Any:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed.torch_private import parse_to
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.autograd_collectives import ReplicatedWeights
 from smp_strategy.tensor_parallel.region_rng import RegionRng
@@ -173,8 +174,8 @@ def _changes_first(name: str) -> bool:
     return name.endswith("_")
 
 
-def _any_split(leaves: Iterable[Any]) -> bool:
-    return any(isinstance(leaf, InParts) or (isinstance(leaf, (tuple, list)) and _any_split(leaf)) for leaf in leaves)
+def _any_split(values: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, InParts) for leaf in leaves_of(list(values)))
 
 
 def _read_alike(leaf: Any, like: InParts) -> Any:
@@ -202,15 +203,17 @@ def _own_numbers(like: InParts) -> Iterator[None]:
 
 def _remade(result: Any, like: InParts, along: Along, arguments: Sequence[InParts] = ()) -> Any:
     """Results of parts as split tensors; a part that was changed in place gives its split tensor."""
-    if isinstance(result, (tuple, list)):
-        return type(result)([_remade(each, like, along, arguments) for each in result])
-    if not isinstance(result, Tensor) or isinstance(result, InParts):
-        return result
-    for argument in arguments:
-        if result is argument.part:
-            return argument.changed()
-    base = like if result._is_view() and result.requires_grad else None
-    return type(like).of(result, along, base)
+
+    def remade(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, InParts):
+            return leaf
+        for argument in arguments:
+            if leaf is argument.part:
+                return argument.changed()
+        base = like if leaf._is_view() and leaf.requires_grad else None
+        return type(like).of(leaf, along, base)
+
+    return remade(result) if isinstance(result, Tensor) else pytree.tree_map(remade, result)
 
 
 def _joined(kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
