@@ -446,7 +446,9 @@ def defer(
 def entry(name: str, shape: Sequence[int], dtype: torch.dtype) -> DeferredTensor:
     """Deferred entry ``name`` of a state dict, whose values are gathered when it is written."""
     like = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredTensor(like, torch.device("cpu"), Recipe(DeferredMemory(_EntryValues(name), entry_bytes=like.nbytes)))
+    return DeferredTensor(
+        like, torch.device("cpu"), Recipe(DeferredMemory(_EntryValues(name), entry_bytes=like.nbytes))
+    )
 
 
 def entries_of(recipe: Recipe) -> frozenset[str]:

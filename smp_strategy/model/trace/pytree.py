@@ -140,7 +140,6 @@ def nodes(
     tree: Any,
     opened: Callable[[Any], Iterable[tuple[Any, Any]]] = items_of,
     path: Path = (),
-    *,
     levels: float = math.inf,
     once: dict[int, Any] | None = None,
 ) -> Iterator[tuple[Path, Any]]:
@@ -159,7 +158,7 @@ def nodes(
         once[id(tree)] = tree
     yield path, tree
     for key, item in opened(tree) if len(path) < levels else ():
-        yield from nodes(item, opened, (*path, key), levels=levels, once=once)
+        yield from nodes(item, opened, (*path, key), levels, once)
 
 
 def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from smp_strategy.model.trace.pytree import leaves_of
+from smp_strategy.model.trace.pytree import items_of, leaves_of, nodes
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -40,3 +40,35 @@ def test_leaves_are_those_of_pytree_in_its_order(tree):
     found = leaves_of(tree)
     assert len(found) == len(expected)
     assert all(leaf is other for leaf, other in zip(found, expected, strict=True))
+
+
+def test_nodes_come_from_the_outside_in_with_their_paths():
+    tree = {"a": [1, (2, "ab")], 3: OrderedDict(x=None)}
+    assert list(nodes(tree)) == [
+        ((), tree),
+        (("a",), tree["a"]),
+        (("a", 0), 1),
+        (("a", 1), (2, "ab")),
+        (("a", 1, 0), 2),
+        (("a", 1, 1), "ab"),
+        ((3,), tree[3]),
+        ((3, "x"), None),
+    ]
+
+
+def test_nodes_end_at_the_last_level_and_at_what_is_not_opened():
+    tree = [[[1]], {"a": [2]}]
+    assert [path for path, _ in nodes(tree, levels=2)] == [(), (0,), (0, 0), (1,), (1, "a")]
+    found = nodes(tree, lambda node: items_of(node) if isinstance(node, list) else ())
+    assert [path for path, _ in found] == [(), (0,), (0, 0), (0, 0, 0), (1,)]
+
+
+def test_a_nest_may_hold_itself_where_each_node_comes_once():
+    inner = [1]
+    tree = [inner, inner]
+    tree.append(tree)
+    once = {}
+    assert [path for path, _ in nodes(tree, once=once)] == [(), (0,), (0, 0)]
+    assert list(nodes(inner, once=once)) == []
+    with pytest.raises(RecursionError):
+        list(nodes(tree))
