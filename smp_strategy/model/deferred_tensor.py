@@ -94,7 +94,7 @@ _MOST_CACHED: Final = 1024
 _MOST_USES: Final = 3
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # Attributes of a deferred tensor that an ordinary one does not have.
-_OWN_ATTRIBUTES = ("_node", "_is_param")
+_OWN_ATTRIBUTES = ("recipe", "_is_param")
 
 
 @final
@@ -207,15 +207,15 @@ class DeferredMemory:
 
     def _part_from_readers(self) -> None:
         """Leave the values until now to a base of their own if something reads them."""
-        readers = [node for reference in self._readers if (node := reference()) is not None]
+        readers = [recipe for reference in self._readers if (recipe := reference()) is not None]
         self._readers = []
         if not readers:
             return
         older = DeferredMemory(self._compute, self._run)
-        older._changes, older._readers = self._changes, [weakref.ref(node) for node in readers]
+        older._changes, older._readers = self._changes, [weakref.ref(recipe) for recipe in readers]
         older.kept = None if self.kept is None else self.kept.clone()
-        for node in readers:
-            node.base = older
+        for recipe in readers:
+            recipe.base = older
         self._compute, self._run, self._changes = lambda known: older.value(known).clone(), None, []
 
 
@@ -328,42 +328,41 @@ class _NoStorage:
 
 
 class DeferredTensor(Tensor):
-    """Tensor without values, which has a recipe for them. Make one by :func:`defer` or :func:`entry`."""
+    """Tensor without values. Make one by :func:`defer` or :func:`entry`.
 
-    _node: Recipe
+    Attributes:
+        recipe: Recipe of the values.
+    """
+
+    recipe: Recipe
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, node: Recipe) -> "DeferredTensor":
+    def __new__(cls, like: Tensor, device: torch.device, recipe: Recipe) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
-        made._node = node
+        made.recipe = recipe
         return made
-
-    @property
-    def recipe(self) -> Recipe:
-        """Recipe of the values."""
-        return self._node
 
     @property
     def is_kept(self) -> bool:
         """Whether the values are in memory for good, because something has changed or wanted them."""
-        return self._node.base.kept is not None
+        return self.recipe.base.kept is not None
 
     @property
     def is_changed(self) -> bool:
         """Whether the values are in memory and no longer those of the file."""
-        return self._node.base.is_changed
+        return self.recipe.base.is_changed
 
     @property
     def origin(self) -> Callable[[], Tensor] | None:
         """Reader of these very values; ``None``: they are a part of others, computed, changed or handed out."""
-        return None if self._node.views else self._node.base.origin
+        return None if self.recipe.views else self.recipe.base.origin
 
     @property
     def history(self) -> tuple[str, ...]:
         """Noted changes by numbers, as text; equal where the values will be."""
-        return tuple(self._node.base.history)
+        return tuple(self.recipe.base.history)
 
     @classmethod
     def __torch_function__(
@@ -371,11 +370,11 @@ class DeferredTensor(Tensor):
     ) -> Any:
         first = args[0] if args else None
         if func in _OF_MEMORY and isinstance(first, DeferredTensor):
-            if first._node.base.entry_bytes is not None:
+            if first.recipe.base.entry_bytes is not None:
                 return _of_entry(func, first)
-            first._node.base.keep()
+            first.recipe.base.keep()
             with torch.no_grad():
-                return func(first._node.value({}), *args[1:], **(kwargs or {}))
+                return func(first.recipe.value({}), *args[1:], **(kwargs or {}))
         if func == _SET_DATA:
             return _set_data(args[0], args[1])
         with plain_functions():
@@ -393,7 +392,7 @@ class DeferredTensor(Tensor):
             _keep(func, leaves)
         if func._schema.is_mutable:
             return _changed(func, args, kwargs, leaves, structure)
-        if isinstance(args[0], DeferredTensor) and _is_view(func) and (func in _SAME or not args[0]._node.base.keeps):
+        if isinstance(args[0], DeferredTensor) and _is_view(func) and (func in _SAME or not args[0].recipe.base.keeps):
             return _viewed(func, leaves, structure)
         noted = _noted(func, leaves, structure)
         return _computed(func, leaves, structure) if noted is None else noted
@@ -462,10 +461,10 @@ def entries_of(recipe: Recipe) -> frozenset[str]:
 
 def own_values(tensor: DeferredTensor) -> Tensor:
     """Values of ``tensor`` in memory that nothing else has, with its strides."""
-    node = tensor._node
+    recipe = tensor.recipe
     with torch.inference_mode(False), torch.no_grad():
-        value = node.value({})
-        is_new = node.base.is_new and value.untyped_storage().nbytes() == value.nbytes
+        value = recipe.value({})
+        is_new = recipe.base.is_new and value.untyped_storage().nbytes() == value.nbytes
         if is_new and value.stride() == tensor.stride() and value.device == tensor.device:
             return value
         own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -476,7 +475,7 @@ def run_of(tensor: DeferredTensor, start: int, stop: int) -> Tensor:
     """Elements of ``tensor`` from number ``start`` to ``stop`` in row-major order; others are read only if need be."""
     with torch.inference_mode(False), torch.no_grad():
         run = _run_of(tensor)
-        return tensor._node.value({}).reshape(-1)[start:stop] if run is None else run(start, stop)
+        return tensor.recipe.value({}).reshape(-1)[start:stop] if run is None else run(start, stop)
 
 
 def lacks_values(tensor: Tensor) -> bool:
@@ -494,7 +493,7 @@ def undefer(tensor: DeferredTensor, *, read: bool = False) -> Tensor:
     Returns:
         Tensor with the values: a deferred one, or ``tensor`` itself.
     """
-    source = DeferredTensor(_meta(tensor), tensor.device, tensor._node)
+    source = DeferredTensor(_meta(tensor), tensor.device, tensor.recipe)
     has_values, is_parameter = read or tensor.is_changed, isinstance(tensor, nn.Parameter)
     leave_meta(tensor, own_values(tensor) if has_values else _meta(tensor))
     tensor.__class__ = nn.Parameter if is_parameter else Tensor  # type: ignore[assignment]
@@ -516,8 +515,8 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _run_of(tensor: DeferredTensor) -> ReadRun | None:
     """Reads runs of ``tensor``, which is a run of its base; ``None``: it is none, or the base reads no runs."""
-    node = tensor._node
-    read, offset = node.base.run, node.offset
+    recipe = tensor.recipe
+    read, offset = recipe.base.run, recipe.offset
     if read is None or offset is None or not tensor.is_contiguous():
         return None
     return lambda start, stop: read(offset + start, offset + stop)
@@ -528,8 +527,8 @@ def _keep(func: Any, leaves: list[Any]) -> None:
     if func is _aten.copy_.default and not isinstance(leaves[0], DeferredTensor):
         return
     for leaf in leaves:
-        if isinstance(leaf, DeferredTensor) and leaf._node.base.keeps:
-            leaf._node.base.keep()
+        if isinstance(leaf, DeferredTensor) and leaf.recipe.base.keeps:
+            leaf.recipe.base.keep()
 
 
 def _is_view(func: Any) -> bool:
@@ -539,18 +538,18 @@ def _is_view(func: Any) -> bool:
 def _viewed(func: Any, leaves: list[Any], structure: Any) -> Any:
     """Deferred views of the first of ``leaves``."""
     base = leaves[0]
-    node: Recipe = base._node
+    recipe: Recipe = base.recipe
     if func in _SAME:
-        return DeferredTensor(_meta(base), base.device, Recipe(node.base, node.views, node.offset))
+        return DeferredTensor(_meta(base), base.device, Recipe(recipe.base, recipe.views, recipe.offset))
     operation = _Operation(func, [None, *leaves[1:]], structure)
 
     def viewed(number: int | None, shape: Tensor) -> DeferredTensor:
         # Views of another dtype count other elements, and a complex view may be a conjugate.
-        is_known = node.offset is not None and func is not _aten.as_strided.default
+        is_known = recipe.offset is not None and func is not _aten.as_strided.default
         is_known = is_known and shape.dtype == base.dtype and not shape.is_complex()
-        offset = (node.offset or 0) + int(shape.storage_offset()) if is_known else None
+        offset = (recipe.offset or 0) + int(shape.storage_offset()) if is_known else None
         view = partial(operation.view, number)
-        return DeferredTensor(shape, base.device, Recipe(node.base, (*node.views, view), offset))
+        return DeferredTensor(shape, base.device, Recipe(recipe.base, (*recipe.views, view), offset))
 
     return _each(viewed, operation([_meta(base), *leaves[1:]]))
 
@@ -578,11 +577,15 @@ def _noted(func: Any, leaves: list[Any], structure: Any) -> Any:
     are_many = isinstance(shapes, tuple | list)
     if not all(isinstance(each, Tensor) for each in (shapes if are_many else [shapes])):
         return None
-    operation = _Operation(func, _operands(leaves), structure)
+    # What it reads in the place of deferred tensors.
+    operands = [
+        leaf.recipe.base.read_through(leaf.recipe) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves
+    ]
+    operation = _Operation(func, operands, structure)
 
     def noted(number: int | None, shape: Tensor) -> DeferredTensor:
         is_run = number is None and shape.is_contiguous()
-        run = _noted_run(func, leaves, operation.operands, kwargs) if is_run else None
+        run = _noted_run(func, leaves, operands, kwargs) if is_run else None
         entry_bytes = shape.nbytes if are_entries else None
         memory = DeferredMemory(_Result(operation, number), run, entry_bytes=entry_bytes)
         return DeferredTensor(shape, device, Recipe(memory))
@@ -594,12 +597,7 @@ def _meta_arguments(leaves: list[Any], structure: Any) -> Any:
     return pytree.tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
-def _operands(leaves: list[Any]) -> list[Any]:
-    """The same with what a noted operation reads in the place of deferred tensors."""
-    return [leaf._node.base.read_through(leaf._node) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
-
-
-def _noted_run(func: Any, leaves: list[Any], operands: Sequence[Any], kwargs: dict[str, Any]) -> ReadRun | None:
+def _noted_run(func: Any, leaves: list[Any], operands: list[Any], kwargs: dict[str, Any]) -> ReadRun | None:
     """Computes runs of the result of an operation, if that is row-major."""
     if func not in _ELEMENTWISE or _run_of(leaves[0]) is None:
         return None
@@ -610,7 +608,7 @@ def _noted_run(func: Any, leaves: list[Any], operands: Sequence[Any], kwargs: di
 
 def _computed(func: Any, leaves: list[Any], structure: Any) -> Any:
     known: Known = {}
-    values = [leaf._node.value(known) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
+    values = [leaf.recipe.value(known) if isinstance(leaf, DeferredTensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(values, structure)
     return func(*args, **kwargs)
 
@@ -632,7 +630,7 @@ def _changed(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], st
     for tensor in changed:
         if isinstance(tensor, DeferredTensor):
             replaced = _is_replaced(func, leaves, structure) and tensor is leaves[0]
-            tensor._node.base.change_at_once(
+            tensor.recipe.base.change_at_once(
                 torch.empty_like(_meta(tensor), device=tensor.device) if replaced else None
             )
     result = _computed(func, leaves, structure)
@@ -641,7 +639,7 @@ def _changed(func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], st
 
 def _is_replaced(func: Any, leaves: list[Any], structure: Any) -> bool:
     """Whether an operation replaces all values of the first of ``leaves`` and its base by ordinary ones."""
-    if func not in _REPLACING or not isinstance(leaves[0], DeferredTensor) or leaves[0]._node.views:
+    if func not in _REPLACING or not isinstance(leaves[0], DeferredTensor) or leaves[0].recipe.views:
         return False
     return not any(isinstance(each, DeferredTensor) for each in leaves[1:]) and _is_possible(func, leaves, structure)
 
@@ -665,8 +663,8 @@ def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags or not _is_possible(func, leaves, structure):
         return False
-    node, copies = tensor._node, [each.clone() if isinstance(each, Tensor) else each for each in others]
-    operation, views = _Operation(func, [None, *copies], structure), node.views
+    recipe, copies = tensor.recipe, [each.clone() if isinstance(each, Tensor) else each for each in others]
+    operation, views = _Operation(func, [None, *copies], structure), recipe.views
 
     def change(value: Tensor) -> None:
         for view in views:
@@ -675,7 +673,7 @@ def _is_change_noted(func: Any, leaves: list[Any], structure: Any) -> bool:
             operation([value, *copies])
 
     numbers = [each.item() if isinstance(each, Tensor) else each for each in copies]
-    node.base.change_later(change, f"{func}{numbers}")
+    recipe.base.change_later(change, f"{func}{numbers}")
     return True
 
 
@@ -689,7 +687,7 @@ def _can_be_noted(leaf: Any, device: torch.device) -> bool:
 
 
 def _are_entries(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, DeferredTensor) and leaf._node.base.entry_bytes is not None for leaf in leaves)
+    return any(isinstance(leaf, DeferredTensor) and leaf.recipe.base.entry_bytes is not None for leaf in leaves)
 
 
 def _computed_from_entries(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -707,11 +705,11 @@ def _computed_from_entries(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _of_entry(func: Any, tensor: DeferredTensor) -> Any:
     """Result of a method that reaches for the memory of an entry."""
-    storage = _NoStorage(tensor._node.base)
+    storage = _NoStorage(tensor.recipe.base)
     if func is Tensor.untyped_storage:
         return storage
     if func is Tensor.data_ptr:
-        return storage.data_ptr() + (tensor._node.offset or 0) * tensor.dtype.itemsize
+        return storage.data_ptr() + (tensor.recipe.offset or 0) * tensor.dtype.itemsize
     raise _refused(func.__name__)
 
 
@@ -729,10 +727,10 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         _SET_DATA(tensor, own_values(data))
         return
     if isinstance(data, DeferredTensor):
-        node = data._node
+        recipe = data.recipe
     else:
-        node = Recipe(DeferredMemory(lambda known: data.detach()))
-        node.base.change_at_once(data.detach())
+        recipe = Recipe(DeferredMemory(lambda known: data.detach()))
+        recipe.base.change_at_once(data.detach())
     with plain_functions():
-        _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, node))
-    tensor._node = node
+        _SET_DATA(tensor, DeferredTensor(_meta(data), data.device, recipe))
+    tensor.recipe = recipe

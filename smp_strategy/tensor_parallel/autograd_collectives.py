@@ -179,11 +179,7 @@ class _Split(_Moving):
         return gather(gradients[0], *ctx.how), None, None, None
 
 
-class _GatherSplit(_Moving):
-    @staticmethod
-    def forward(part: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-        return group.gather(part, dim, lengths)
-
+class _GatherSplit(_Gather):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return scatter_sum(gradients[0], *ctx.how), None, None, None

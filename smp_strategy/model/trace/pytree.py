@@ -88,7 +88,7 @@ def flatten_result(result: Any, inputs: Iterable[Any] = ()) -> tuple[list[Any], 
     if isinstance(result, Tensor):
         return flatten(result)
     given = {id(leaf) for leaf in inputs}
-    return flatten(result, None, lambda value: id(value) not in given and _is_opened_result(value))
+    return flatten(result, None, lambda value: id(value) not in given and has_tensors(value))
 
 
 def flatten_output(output: Any) -> tuple[list[Any], Any]:
@@ -307,11 +307,6 @@ def _is_opened_argument(value: Any) -> bool:
 def is_opened_value(value: Any) -> bool:
     """Whether an object in the result of a whole model is opened."""
     return (is_value(type(value)) or is_own_object(value)) and has_tensors(value)
-
-
-def _is_opened_result(value: Any) -> bool:
-    """Whether an object that a unit returns is opened."""
-    return has_tensors(value)
 
 
 def is_opened_placed(value: Any) -> bool:
