@@ -10,12 +10,12 @@ write_plan, writer                    Sharded save: assignment to ranks, one fil
 async_save                            Host copies, and writing in the background.
 atomic_commit, process_marks          Atomic replacement: after a crash, the old checkpoint or the new one.
 remote_path, remote_commit            Addresses (``s3://...``): paths by fsspec, and the commit object.
-detect_sharded, verified_reads        Sharded load: open a folder, read and verify the bytes that are needed,
-reader                                copy stored rectangles to local ones.
+verified_reads, reader                Sharded load: read and verify the bytes that are needed, copy stored rectangles to
+                                      local ones.
 weight_file                           A safetensors file that is written one tensor at a time; reads of a part of one.
 full_file, full_file_checksums        Full checkpoint: one file of ``torch.save``, verified by its checksums.
 torch_load                            ``torch.load`` without running code of a file.
 path_kind, sagemaker_folder           Format detection, and folders that may be replaced; tagged checkpoints.
-verify                                Full verification, the newest undamaged checkpoint.
+verify                                Folders are opened; full verification, the newest undamaged checkpoint.
 ===================================== =================================================================================
 """

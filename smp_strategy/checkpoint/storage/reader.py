@@ -24,12 +24,11 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import in_host_memory, raw
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
-from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
 from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice, RegionReader
-from smp_strategy.checkpoint.storage.verify import advice
+from smp_strategy.checkpoint.storage.verify import Opened, advice, is_sharded, opened, verify_whole
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.checkpoint.storage.writer import REST
 from smp_strategy.distributed.device import is_host
