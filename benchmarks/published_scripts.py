@@ -186,6 +186,8 @@ def main() -> None:
 
 def result(examples: Path, name: str, folder: Path) -> str:
     case = CASES[name]
+    if case.script == BERT_SCRIPT and find_spec("h5py") is None:
+        return "not run: its data are HDF5 files (`pip install h5py`)"
     scripts = folder / case.commit / Path(case.folder).name
     if not scripts.exists():
         archive = ["git", "-C", examples, "archive", f"{case.commit}:{case.folder}"]

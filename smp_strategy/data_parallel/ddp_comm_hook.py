@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives.fusion_buffers import FUSION_BYTES
 from smp_strategy.distributed.collectives.interface import Collectives, collectives_of, is_gloo
-from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.handle import Handle, wait_for

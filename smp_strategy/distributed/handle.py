@@ -1,9 +1,8 @@
-"""Work: the handle of an asynchronous operation (a message, a collective, a copy), in the manner of ``torch``'s.
+"""Handle of an asynchronous operation (a message, a collective, a copy), in the manner of ``torch``'s.
 
 gloo can wait for a message but can neither say whether it has arrived, nor give up a wait, nor call back. So a handle
 is a function that blocks, called once at most: by the first thread that calls :meth:`Handle.wait`, or by a background
-thread that the wait is handed over to (:mod:`smp_strategy.distributed.background_wait`,
-:mod:`smp_strategy.distributed.collectives.relay`).
+thread that the wait is handed over to (:mod:`smp_strategy.distributed.background_wait`).
 """
 
 import threading

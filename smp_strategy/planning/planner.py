@@ -300,7 +300,7 @@ def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: in
             return InFlight(Promise(), Promise(1, most), min(most, all_of_them))
         case "zb-v":
             return InFlight(likely=min(num_stages, asked, all_of_them))
-        case _:  # `simple`: all forwards come first
+        case "simple":  # all forwards come first
             return InFlight(likely=all_of_them)
 
 

@@ -6,13 +6,12 @@ Other collectives: of objects, numbers and single tensors in ``watched_collectiv
 Reading order:
 
 * ``interface``: the protocols ``Collectives`` and ``JoinedSums``, the choice of an implementation, NCCL's.
-* ``messages``: point-to-point messages of gloo, each with a tag of its own, as ``Work``.
+* ``messages``: point-to-point messages of gloo, each with a tag of its own, as a handle.
 * ``direct``: gather and reduce in one hop, adding in the order of the ranks.
 * ``shared_memory_hop``: the same through shared memory of the ranks of a node.
-* ``relay``: the background thread that forwards what has arrived.
 * ``hierarchical``: gather and reduce in two hops, between nodes and inside them.
-* ``interleaved``: several collectives at a time, step by step in the relay thread.
-* ``gloo``: the implementation over messages, out of the six above; all-reduces in one or two hops.
+* ``interleaved``: several collectives at a time, step by step in a relay's thread.
+* ``gloo``: the implementation over messages, out of the five above; all-reduces in one or two hops.
 * ``fusion_buffers``: sums of tensors of any size as all-reduces of one size.
 * ``shared_memory_sums``: sums of tensors in memory that all ranks of a node share.
 * ``host_staged``: the same for buffers of an accelerator that ranks share.

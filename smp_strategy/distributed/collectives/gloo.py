@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
 from smp_strategy.distributed.collectives.interleaved import Interleaved
 from smp_strategy.distributed.collectives.messages import Messages
-from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
 from smp_strategy.distributed.deadlock import BegunCollective
 from smp_strategy.distributed.handle import Handle, wait_for

@@ -11,7 +11,7 @@ ranks ``(node, place)``::
               (n, p) -> (n', p)     the node's sum, for the twin whose shard it is, which sums over the nodes
 
 Shards are cut into chunks, so that both hops overlap: of the fast hop only that of the last chunk adds time. The relay
-thread forwards (:mod:`smp_strategy.distributed.collectives.relay`). A message's tag follows from the node that it is
+thread forwards (:mod:`smp_strategy.distributed.background_wait`). A message's tag follows from the node that it is
 about and the chunk.
 """
 
@@ -22,9 +22,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.messages import Messages
-from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 
 __all__ = ["HierarchicalCollectives"]

@@ -1,7 +1,7 @@
 """Interleaved collectives: a background thread does the steps of several at a time.
 
 Left to the code that wants the result, which computes something else meanwhile, the steps of a collective would leave
-the link idle. So the relay thread does them (:mod:`smp_strategy.distributed.collectives.relay`), one step of each
+the link idle. So the relay thread does them (:mod:`smp_strategy.distributed.background_wait`), one step of each
 collective at a time; a step ends when messages are sent. For all-reduces::
 
     first    wait for the summand    send
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, final
 
-from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.handle import Handle
 
 __all__ = ["Interleaved"]

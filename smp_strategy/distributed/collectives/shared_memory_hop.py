@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.messages import Messages
-from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.distributed.shared_arena import Arena, PeerArena, tensor_in
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.interleaved import Interleaved
 from smp_strategy.distributed.collectives.messages import Messages
-from smp_strategy.distributed.collectives.relay import Relay
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.distributed.shared_arena import Arena, PeerArena, tensor_in
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from smp_strategy.distributed.background_wait import BackgroundWaits
+from smp_strategy.distributed.background_wait import BackgroundWaits, Relay
 from smp_strategy.distributed.handle import Handle
 
 
@@ -59,4 +59,33 @@ def test_threads_are_used_again_and_end():
         time.sleep(0.001)  # the thread is free a moment after its message has come
     assert threading.active_count() <= before + 2
     listeners.close()
+    assert threading.active_count() == before
+
+
+def test_jobs_are_done_in_their_order_in_one_other_thread():
+    relay = Relay()
+    found: list[tuple[int, str]] = []
+    jobs = [relay.submit(lambda n=n: found.append((n, threading.current_thread().name))) for n in range(5)]
+    assert [job.wait() for job in jobs] == [None] * 5
+    assert found == [(n, "relay") for n in range(5)]
+    relay.close()
+
+
+def test_an_error_reaches_who_waits_for_that_job_and_nobody_else():
+    relay = Relay()
+    fails = relay.submit(lambda: 1 // 0)
+    works = relay.submit(lambda: "done")
+    assert works.wait() == "done"
+    with pytest.raises(ZeroDivisionError):
+        fails.wait()
+    relay.close()
+
+
+def test_the_thread_exists_from_the_first_job_until_it_is_closed():
+    before = threading.active_count()
+    relay = Relay()
+    assert threading.active_count() == before
+    relay.submit(lambda: None).wait()
+    assert threading.active_count() == before + 1
+    relay.close()
     assert threading.active_count() == before
