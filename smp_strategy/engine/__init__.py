@@ -18,6 +18,8 @@ It is the one place that knows every part of the package. In reading order:
   it, and state that its microbatches hand on.
 * ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
+* ``optimizer_steps.py``, ``grad_scaler.py``, ``loss_scale.py``: steps of optimizers, and loss scaling in agreement over
+  all ranks, as all doors make them.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
@@ -25,6 +27,10 @@ It is the one place that knows every part of the package. In reading order:
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
+* ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
+* ``resumable_loader.py``: a pass over a data loader, whose position can be saved and restored.
+* ``main_process_calls.py``: other ranks take part in what only the main process calls.
+* ``crash_report.py``: short tracebacks, one for the first failure.
 * ``inspection.py``, ``startup_report.py``, ``first_step_report.py``: reports on demand, once at the start, and at the
   end of the first training step.
 * ``step_monitor.py``, ``nonfinite.py``: figures of a run, and the search for NaN and infinity, if somebody asks.

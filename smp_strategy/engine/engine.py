@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
@@ -52,7 +53,6 @@ from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 

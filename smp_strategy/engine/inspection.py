@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from smp_strategy.activations.policy import OffloadStats
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import device_name, is_host, wait_for_all
 from smp_strategy.engine.engine_parts import EngineParts
@@ -14,7 +15,6 @@ from smp_strategy.errors import SMPError
 from smp_strategy.planning.layouts.cluster import peak_flops
 from smp_strategy.planning.memory.counting import count
 from smp_strategy.planning.memory.sharded import RankMemory
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport, memory_report
 from smp_strategy.reports.run_figures import combine

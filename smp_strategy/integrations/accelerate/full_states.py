@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saved_models.shared_states import storage_of
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.saved_models.shared_states import storage_of
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = [

@@ -29,9 +29,9 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
+from smp_strategy.engine.crash_report import keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin

@@ -23,8 +23,8 @@ from accelerate.utils import load
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rng_state import exceptions_to_first
+from smp_strategy.engine.resumable_loader import generators_of
 from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.data.resumable_loader import generators_of
 
 __all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
 

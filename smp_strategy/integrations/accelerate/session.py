@@ -22,16 +22,16 @@ from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
 from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.main_process_calls import MainProcessCalls
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.main_process_calls import MainProcessCalls
+from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["HookBase", "Session"]
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import has_crashed
 from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.lent_weights import LentWeights
@@ -36,8 +38,6 @@ from smp_strategy.integrations.accelerate.validation import (
     second_model,
 )
 from smp_strategy.model.deferred_tensor import lacks_values, read_now
-from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.precision.loss_scale import ScalingRules
 
 __all__ = ["PreparedModel", "TrainingHooks"]
 

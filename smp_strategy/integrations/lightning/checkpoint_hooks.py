@@ -39,6 +39,9 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
+from smp_strategy.engine.saved_models.shared_states import snapshot
+from smp_strategy.engine.saved_models.spread_saving import spread_model
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptCheckpoints
 from smp_strategy.integrations.lightning.checkpoint_content import (
@@ -54,9 +57,6 @@ from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
-from smp_strategy.integrations.saved_models.shared_states import snapshot
-from smp_strategy.integrations.saved_models.spread_saving import spread_model
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.crash_report import keep_short, shorten
 from smp_strategy.distributed.failure import blame
+from smp_strategy.engine.crash_report import keep_short, shorten
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.integrations.lightning.tree import Tree

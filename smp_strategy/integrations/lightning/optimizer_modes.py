@@ -1,7 +1,7 @@
 """``train`` and ``eval`` of schedule-free optimizers: all ranks switch modes together.
 
 User hooks call these methods on their optimizers. During a run they are patched on the instances
-(:mod:`smp_strategy.data_parallel.optimizer_state`), of the optimizer and of its ``LightningOptimizer``.
+(:mod:`smp_strategy.engine.optimizer_steps`), of the optimizer and of its ``LightningOptimizer``.
 """
 
 import functools
@@ -11,9 +11,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.optimizer_state import MODES, has_to_switch
-from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.optimizer_steps import switch_mode
 from smp_strategy.model.patching import Patches
 
 __all__ = ["switching_together"]
@@ -29,7 +28,7 @@ def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any
     """
     with Patches() as patches:
         for optimizer, wrapped in optimizers:
-            for mode in MODES:
+            for mode in ("train", "eval"):
                 if callable(method := getattr(optimizer, mode, None)):
                     switch = _together(engine, optimizer, mode, method)
                     for owner in (optimizer, wrapped):
@@ -40,10 +39,6 @@ def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any
 def _together(engine: Engine, optimizer: Optimizer, mode: str, method: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(method)
     def switch() -> Any:
-        if not has_to_switch(optimizer, mode) or not engine.inspection.divides_updates:
-            return method()
-        meet(f"optimizer.{mode}")
-        with engine.changing_weights(optimizer):
-            return method()
+        return switch_mode(engine, optimizer, mode, method)
 
     return switch

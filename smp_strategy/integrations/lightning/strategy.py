@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.data_parallel.optimizer_state import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
@@ -40,7 +39,9 @@ from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
+from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
@@ -66,7 +67,6 @@ from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_mod
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
 from smp_strategy.integrations.pretrained import deferring
-from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["StrategyHooks"]
 
@@ -405,10 +405,9 @@ class StrategyHooks(DelegatingStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may enclose the call."""
-        in_sight = self.engine.run_hook if self.engine.inspection.divides_updates else None
-        if self._manual is not None and self.engine.mesh.pp > 1:  # inside a step there are no views
-            in_sight = None
-        with hooks_around_step(unwrap(optimizer), in_sight), self._checkpoints.in_step(), self.engine.views.put_aside():
+        in_sight = self._manual is None or self.engine.mesh.pp == 1  # inside a step there are no views
+        around = hooks_around_step(self.engine, unwrap(optimizer), in_sight=in_sight)
+        with around, self._checkpoints.in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.optimizer_state import evaluated_once, hooks_around_step
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.optimizer_steps import evaluated_first, updating
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     full_optimizer_state,
@@ -17,8 +19,6 @@ from smp_strategy.integrations.sagemaker.model_state import (
     local_optimizer_state,
 )
 from smp_strategy.integrations.sagemaker.run_state import RunState, current_run
-from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.precision.loss_scale import ScalingRules
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
@@ -121,22 +121,16 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients have overflowed. Collective."""
         engine = self.model.engine
-        if closure is not None:
-            # Gradients of the closure must be final before the optimizer reads them.
-            result = evaluated_once(closure, self.optimizer)()
-            closure = evaluated_once(lambda: result, self.optimizer)
+        closure = evaluated_first(closure, self.optimizer)
         if engine.partition is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.make_final()
         arguments = () if closure is None else (closure,)
-        in_sight = engine.run_hook if engine.inspection.divides_updates else None
-        with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
-            norm = engine.begin_update(self.optimizer)
+        with updating(engine, self.optimizer) as norm:
             if self._scaler is None:
                 returned = self.optimizer.step(*arguments)
             else:
                 returned = self._scaler.step(self.optimizer, *arguments)
-            engine.end_update(self.optimizer)
         self._global_grad_norm = self._global_grad_norm if norm is None else norm
         if self._scaler is not None:
             self._overflow = self._scaler.has_skipped(self.optimizer)

@@ -30,10 +30,10 @@ from smp_strategy.config.sagemaker_options import read_sagemaker
 from smp_strategy.distributed.agreement.common_settings import of_options, of_process, shown
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
 from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
+from smp_strategy.engine.crash_report import keep_short
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
     RunState,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.precision_options import PrecisionOptions
+from smp_strategy.engine.loss_scale import LossScale, ScalingRules
 from smp_strategy.errors import ConfigError
-from smp_strategy.precision.loss_scale import LossScale, ScalingRules
 
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 

@@ -4,7 +4,7 @@ Scripts call ``model.save_pretrained(folder)`` on all ranks, with or without ``i
 Trainer calls it for checkpoints and for ``save_model``. The method is replaced on the instance: that which Accelerate
 prepares, and those in a LightningModule, also after the run. While the model is whole it behaves as usual, also on a
 single rank. Once the model is partitioned the call is collective, and all ranks write
-(:mod:`smp_strategy.integrations.saved_models.spread_saving`). On one rank alone it raises an error
+(:mod:`smp_strategy.engine.saved_models.spread_saving`). On one rank alone it raises an error
 (:mod:`smp_strategy.distributed.rendezvous`).
 
 The model's own method runs on a gathered state dict, as it always did, if the caller gives one, if values are needed
@@ -40,9 +40,9 @@ from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saved_models.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.model.patching import Patches
 
 __all__ = ["PretrainedCalls", "StateDictCalls", "library_of", "pretrained_parts"]

@@ -1,4 +1,4 @@
-"""Folders of models that other libraries read, written by all ranks without gathering the model. For all doors.
+"""Folders of models that other libraries read, written by all ranks without gathering the model.
 
 Reading order::
 

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.engine.saved_models import state_folders as folders
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.saved_models import state_folders as folders
 
 
 def checkpoints(folder, *numbers):

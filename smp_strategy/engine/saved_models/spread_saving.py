@@ -7,7 +7,7 @@ a file only notes what belongs there. Afterwards all ranks write the files toget
 (:mod:`smp_strategy.checkpoint.spread_state`), so names and bytes are those of a single process.
 
 Everything is written beside its place and moved there when it is complete
-(:mod:`smp_strategy.integrations.saved_models.state_folders`).
+(:mod:`smp_strategy.engine.saved_models.state_folders`).
 
 [Note: whose folder] Usually all ranks name the same folder, which the first of them writes. A script may give each rank
 a folder of its own, so each folder is written by the first rank that names it.
@@ -28,9 +28,9 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saved_models.shared_states import on_every_rank
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.shared_states import on_every_rank
 from smp_strategy.model.patching import Patches
 
 __all__ = ["FileNotes", "SpreadModel", "spread_model", "write_together"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.data_parallel.grad_norm import unscale_gradients
+from smp_strategy.data_parallel.grad_norm import UnscaleResult, unscale_gradients
 from smp_strategy.data_parallel.parameter_pieces import ShardedGradient
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.errors import SMPError
-from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
-from smp_strategy.precision.loss_scale import ScalingRules
 from smp_strategy.precision.master_weights import set_gradient_dtype
 
 

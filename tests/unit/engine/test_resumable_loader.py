@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from smp_strategy.distributed.rng_state import global_state, set_global_state
 from smp_strategy.distributed.rng_sync import DataReaders
+from smp_strategy.engine.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import CheckpointError
-from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.integrations.lightning.resume_progress import redistribute_positions
 
 SAMPLES = 20
@@ -118,7 +118,7 @@ def test_what_others_draw_between_batches_is_drawn_again():
 
 
 def test_what_cannot_be_drawn_again_is_told(monkeypatch):
-    monkeypatch.setattr("smp_strategy.integrations.data.resumable_loader._MAX_JUMPS", 2)
+    monkeypatch.setattr("smp_strategy.engine.resumable_loader._MAX_JUMPS", 2)
     batches = iter(followed(LOADERS["stream"]()))
     for _ in range(4):
         next(batches)

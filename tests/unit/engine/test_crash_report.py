@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.distributed.crash_report import chosen, shorten
+from smp_strategy.engine.crash_report import chosen, shorten
 from tests.unit.without_torch import STAND_IN
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_left_out_if_all_is_asked_for(monkeypatch):
     assert "left out" not in text
 
 
-KEEP_SHORT = "from smp_strategy.distributed.crash_report import keep_short\nkeep_short()\n"
+KEEP_SHORT = "from smp_strategy.engine.crash_report import keep_short\nkeep_short()\n"
 
 
 def printed(body, **environment):

@@ -13,7 +13,6 @@ gradients are first brought to the scale of the next backward.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,18 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.errors import SMPError
-from smp_strategy.precision.loss_scale import ScalingRules
 
-__all__ = ["UnscaleResult", "GradScaler"]
+__all__ = ["GradScaler", "Unscale"]
 
-
-class UnscaleResult(Enum):
-    """Finding of all ranks together about the gradients of an optimizer."""
-
-    NOTHING = "no gradient"
-    FINITE = "finite gradients only"
-    OVERFLOW = "a gradient that is infinite, or no number"
+Unscale = Callable[[Optimizer, float], UnscaleResult]
+"""Divides the gradients of an optimizer by a number, and returns the finding of all ranks."""
 
 
 @final
@@ -50,7 +45,7 @@ class GradScaler:
     def __init__(
         self,
         rules: ScalingRules,
-        unscale: Callable[[Optimizer, float], UnscaleResult],
+        unscale: Unscale,
         optimizers: Callable[[], Iterable[Optimizer]] = tuple,
         *,
         warns: bool = True,
