@@ -30,7 +30,8 @@ It is the one place that knows every part of the package. In reading order:
 * ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
 * ``resumable_loader.py``: a pass over a data loader, whose position can be saved and restored.
 * ``main_process_calls.py``: other ranks take part in what only the main process calls.
-* ``crash_report.py``: short tracebacks, one for the first failure.
+* ``first_meeting.py``, ``run_lifecycle.py``, ``crash_report.py``: ranks meet before there is a process group, compare
+  settings, and begin a run; clean-up at exit; short tracebacks, one for the first failure.
 * ``inspection.py``, ``startup_report.py``, ``first_step_report.py``: reports on demand, once at the start, and at the
   end of the first training step.
 * ``step_monitor.py``, ``nonfinite.py``: figures of a run, and the search for NaN and infinity, if somebody asks.

@@ -5,7 +5,7 @@ They are those that change numbers or the number of steps, not folders, logging 
 
 from typing import Any, Final
 
-from smp_strategy.distributed.agreement.common_settings import of_fields, of_options, of_process
+from smp_strategy.engine.run_lifecycle import of_fields, of_options, of_process
 
 __all__ = ["settings_of_accelerator", "settings_of_plugin"]
 

@@ -11,7 +11,7 @@ An Accelerator gets the hooks by a change of its class in the middle of its own 
 import dataclasses
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,33 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
-from smp_strategy.distributed.failure import begin_run
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.main_process_calls import MainProcessCalls
+from smp_strategy.engine.run_lifecycle import begin_run
 from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
-from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["HookBase", "Session"]
+__all__ = ["WORDS", "HookBase", "Session"]
+
+WORDS: Final = DoorWords(
+    in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    first_pass="before `accelerator.prepare`, or before the Trainer gets it",
+    save_model="`model.save_pretrained` or `accelerator.get_state_dict(model)`",
+    save_all="`accelerator.save_state`",
+    whole_state=", or `state_dict()` of the optimizer that `accelerator.prepare` has returned",
+    on_one="if accelerator.is_main_process: ",
+    on_one_saves="`if accelerator.is_main_process: accelerator.save_state()`",
+    tell="`accelerator.log` or `accelerator.print`",
+    clip="`accelerator.clip_grad_norm_`",
+    average='`accelerator.reduce(value, "mean")`',
+    end_of_run="`accelerator.end_training()`",
+)
 
 
 @final
@@ -113,8 +126,7 @@ class Session:
         """
         if self._engine is not left:
             self._close_engine()
-        begin_run()
-        speak(OF_ACCELERATE)
+        begin_run(WORDS)
         self._engine = left or Engine(
             config,
             report=self._report,

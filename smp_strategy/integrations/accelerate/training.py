@@ -6,24 +6,21 @@ is not certain when it is prepared; a frozen one, or one in evaluation mode that
 partitioned until a trained one comes.
 """
 
-import gc
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.lent_weights import LentWeights
@@ -106,7 +103,7 @@ class TrainingHooks(HookBase):
     def begin(self, session: Session, plugin: Any) -> None:
         """Create the state of these hooks; nothing is prepared yet."""
         super().begin(session, plugin)
-        call_at_exit(self._smp_leave)
+        leave_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_unprepared: UnpreparedOptimizers | None = None
         self._smp_models = PreparedModel()
@@ -168,7 +165,7 @@ class TrainingHooks(HookBase):
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         engine = self.smp.begin_engine(config, left)
-        engine.ledger.note(SETTINGS, settings_of_accelerator(self))
+        note_settings(settings_of_accelerator(self), engine.ledger)
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
@@ -366,21 +363,19 @@ class TrainingHooks(HookBase):
         self.smp.calls = self._smp_unprepared = None
         self.smp.close()
 
-    def _smp_leave(self) -> None:
-        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+    def _smp_leave(self) -> bool:
+        """Close everything when the process ends; whether process groups are to be dropped."""
         try:
             self.smp.background.wait()
         except Exception as error:
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
         if has_crashed():  # other ranks may never come to a collective
-            return
+            return False
         with suppress(RuntimeError):  # a rank that has failed says so itself
             self.smp.main_calls.end()
             self.smp.main_calls.arrive()
         self.smp.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+        return True
 
 
 def _on_meta(model: nn.Module) -> bool:

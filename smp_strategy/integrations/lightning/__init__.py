@@ -21,7 +21,7 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     checkpoint_objects              networks and optimizers among the hyperparameters
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
     launcher, child_processes       start the ranks of a machine, watch and end them
-    joining, trainer_settings       ranks meet, compare their settings, and join the process group
+    joining                         ranks meet, compare their settings, and join the process group
     environment, sigterm            submitit, torchrun, backends; stop all ranks before the same step
 """
 

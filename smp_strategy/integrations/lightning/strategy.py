@@ -18,7 +18,6 @@ Lightning's order of calls in ``fit``::
 step partitions the model, on real shapes; until then every rank has the whole model.
 """
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,6 @@ from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
@@ -36,19 +34,19 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.rng_sync import BatchSource
-from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step
+from smp_strategy.engine.run_lifecycle import leave_at_exit
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.data import DataRngSync, following
 from smp_strategy.integrations.lightning.delegating_strategy import DelegatingStrategy
 from smp_strategy.integrations.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.integrations.lightning.joining import join_group, meet_first
+from smp_strategy.integrations.lightning.joining import join_group, meet_first, settings_of_run, settings_of_steps
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
@@ -62,7 +60,6 @@ from smp_strategy.integrations.lightning.precision_plugin import (
 )
 from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
-from smp_strategy.integrations.lightning.trainer_settings import settings_of_run, settings_of_steps
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
@@ -122,7 +119,7 @@ class StrategyHooks(DelegatingStrategy):
         self._is_joint = True
         self._read: BatchSource | None = None  # source of the batch that was moved last
         self._has_failed = False
-        call_at_exit(self.leave)
+        leave_at_exit(self.leave)
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree rejects the strategy.
@@ -484,11 +481,9 @@ class StrategyHooks(DelegatingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def leave(self) -> None:
-        """Destroy the process groups when the process ends. See [Note: leaving]."""
+    def leave(self) -> bool:
+        """Close the engine when the process ends; whether process groups are to be dropped."""
         if self._engine is None or self._has_failed:
-            return
+            return False
         self._engine.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # objects of earlier runs may hold groups, too
+        return True

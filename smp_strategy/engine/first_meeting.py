@@ -11,14 +11,16 @@ restarts (``TORCHELASTIC_RESTART_COUNT``) does not do: each node counts its own.
 
 The store may live in a process that is stopped, so each call of it is a thread's, which can be left.
 
-Doors that let torch connect the ranks give it :func:`~smp_strategy.distributed.process_groups.init_method`.
+[Note: restarts] Under torchrun, torch's own rendezvous reads addresses of ranks that have gone, and a restart fails now
+and then (``connectFullMesh failed``). So ranks meet first. Doors that let torch connect the ranks give it
+:func:`init_method`, and compare settings later.
 """
 
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar, final
 
@@ -28,7 +30,7 @@ from smp_strategy.distributed.agreement.common_settings import Settings, differe
 from smp_strategy.distributed.failure import StoreCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 
-__all__ = ["FirstMeeting", "SILENCE_SECONDS", "is_served"]
+__all__ = ["FirstMeeting", "SILENCE_SECONDS", "init_method"]
 
 SILENCE_SECONDS: Final = 60.0
 """Wait after which a line in the log names the ranks that have not come."""
@@ -36,6 +38,7 @@ _PAUSES: Final = (0.01, 0.25)
 # Time for the others to read why the run ends.
 _FAREWELL_SECONDS: Final = 2.0
 _ARRIVALS: Final = "smp_strategy/arrivals"
+_SCHEME: Final = "smp-meeting"
 _LOG: Final = logging.getLogger("smp_strategy")
 
 T = TypeVar("T")
@@ -77,7 +80,7 @@ class FirstMeeting:
             ConfigError: Some differ, on all ranks that have come.
             PeerFailedError: A rank will not come, or has not within the timeout.
         """
-        has_server = is_served()
+        has_server = _is_served()
         host, port = self._address
         is_master = self._rank == 0 and not has_server
 
@@ -194,6 +197,21 @@ class _Arrivals:
             self._answered = arrival
 
 
-def is_served() -> bool:
+def init_method() -> str | None:
+    """``init_method`` for a default group: torch's own, or a first meeting under torchrun. See [Note: restarts]."""
+    return f"{_SCHEME}://" if _is_served() else None
+
+
+def _rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout) -> Iterator[tuple[dist.Store, int, int]]:
+    """What torch asks for the store, this rank, and the number of ranks."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    yield FirstMeeting(address, rank, num_ranks, timeout=timeout).compare({}), rank, num_ranks
+
+
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+def _is_served() -> bool:
     """Whether the store is torchrun's, which outlives its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -6,9 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from smp_strategy.distributed.agreement import first_meeting
-from smp_strategy.distributed.agreement.first_meeting import FirstMeeting
-from smp_strategy.distributed.process_groups import init_method
+from smp_strategy.engine import first_meeting
+from smp_strategy.engine.first_meeting import FirstMeeting, init_method
 from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import free_port
 
