@@ -20,6 +20,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
 * ``optimizer_steps.py``, ``grad_scaler.py``, ``loss_scale.py``: steps of optimizers, and loss scaling in agreement over
   all ranks, as all doors make them.
+* ``join_results.py``: merging of the results of microbatches.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
@@ -27,8 +28,10 @@ It is the one place that knows every part of the package. In reading order:
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
+* ``model_calls/``: calls of a model by a loop that belongs to the script.
 * ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
 * ``resumable_loader.py``: a pass over a data loader, whose position can be saved and restored.
+* ``data_ranks.py``: gathering and reducing over ranks that read samples of their own.
 * ``main_process_calls.py``: other ranks take part in what only the main process calls.
 * ``first_meeting.py``, ``run_lifecycle.py``, ``crash_report.py``: ranks meet before there is a process group, compare
   settings, and begin a run; clean-up at exit; short tracebacks, one for the first failure.
@@ -40,5 +43,6 @@ It is the one place that knows every part of the package. In reading order:
 * ``offline_planning.py``, ``layout_planning.py``: a partition without ranks and without memory; the fastest layouts of
   a cluster.
 * ``profiling_run.py``: ``smp profile``: a run that measures units, writes the partition, and ends.
+* ``plan_command.py``: ``smp plan`` and ``smp estimate``.
 * ``doctor.py``: ``smp doctor``: this machine, its transports, and what works here.
 """

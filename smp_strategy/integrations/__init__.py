@@ -8,5 +8,4 @@ In reading order::
     pretrained.py   from_pretrained of Hugging Face under delayed initialisation
     hydra/          config group ``smp``: resolvers and recipes
     sagemaker/      SageMaker's model parallel library; ``smp_strategy.smp`` exports it
-    plan_command.py ``smp plan`` and ``smp estimate``
 """

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "smp_strategy"
-# What the doors (`integrations`) may know: the engine, and what has no tensors in it.
-FRONT = {"engine", "config", "errors", "integrations", "reports"}
+# What the doors (`integrations`) may know: the engine, and what has no tensors in it. `patching` replaces attributes of
+# single objects and knows nothing of this package, so it is no layer, like `errors`.
+FRONT = {"engine", "config", "errors", "integrations", "patching", "reports"}
 CONTAINERS = {"dict", "list", "tuple", "set", "Mapping", "Sequence", "list | tuple", "tuple | list"}
 
 MOST = {
@@ -19,7 +20,7 @@ MOST = {
     "function and dispatch modes": 13,
     "kinds of threads": 9,  # goal: 5
     "recursive walks of containers": 39,  # goal: 15
-    "imports of doors past the engine": 148,  # goal: 0
+    "imports of doors past the engine": 102,  # goal: 0
 }
 
 

@@ -125,7 +125,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             microbatches are in memory then.
         loss_reduction: reduction of a loss in the model over its samples. Losses of microbatches are averaged, weighted
             by samples (``mean``), or added up (``sum``). See also
-            :mod:`smp_strategy.integrations.accelerate.model_inputs`.
+            :mod:`smp_strategy.engine.model_calls.model_inputs`.
         training_outputs: results of a training call with a loss that every rank gets: ``all``, or only the ``loss``,
             which saves sending logits of a large vocabulary.
         options: the fields of :class:`~smp_strategy.config.config.SMPConfig`, with the ``SMP_*`` environment as

@@ -21,15 +21,15 @@ from torch import Tensor
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.main_process_calls import MainProcessCalls
+from smp_strategy.engine.model_calls.model_calls import ModelCalls
 from smp_strategy.engine.run_lifecycle import begin_run
 from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.data_ranks import DataGroups
-from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["WORDS", "HookBase", "Session"]
@@ -171,7 +171,7 @@ class Session:
     def data_groups(self) -> DataGroups:
         """Process groups of the data ranks. Created at the first access, which is collective."""
         if self._data_groups is None:
-            self._data_groups = DataGroups(self.data_ranks(), timeout=self.timeout)
+            self._data_groups = DataGroups(self.data_ranks(), "`accelerator.gather` or its like", timeout=self.timeout)
         return self._data_groups
 
     @property

@@ -20,11 +20,11 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.model_calls.lent_weights import LentWeights
+from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.engine.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
-from smp_strategy.integrations.accelerate.lent_weights import LentWeights
-from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
 from smp_strategy.integrations.accelerate.session import HookBase, Session

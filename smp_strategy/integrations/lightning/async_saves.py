@@ -23,7 +23,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.remote_path import Place, place_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.model.patching import Patches
+from smp_strategy.patching import Patches
 
 __all__ = ["KeptCheckpoints", "AsyncSaves"]
 

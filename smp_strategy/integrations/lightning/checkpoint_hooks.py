@@ -39,6 +39,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.run_outcome import have_all_stopped
 from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
 from smp_strategy.engine.saved_models.shared_states import snapshot
 from smp_strategy.engine.saved_models.spread_saving import spread_model
@@ -54,7 +55,6 @@ from smp_strategy.integrations.lightning.checkpoint_content import (
 )
 from smp_strategy.integrations.lightning.checkpoint_objects import has_objects, put_whole_objects
 from smp_strategy.integrations.lightning.resume import ResumeHooks
-from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values

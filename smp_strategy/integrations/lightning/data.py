@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.resumable_loader import follow
 from smp_strategy.integrations.lightning.tree import Tree
 
@@ -48,7 +48,7 @@ class DataRngSync(DataReaders):
     """The random number stream of the data path. See [Note: data stream].
 
     Args:
-        mesh: the process mesh; the ranks of a replica must agree.
+        engine: the engine of the run.
         is_joint: whether tensor-parallel ranks read alike, too.
         shares: whether the first rank of a replica sends its batches to the others.
 
@@ -56,7 +56,8 @@ class DataRngSync(DataReaders):
         data_ranks: the global ranks that read each share of the samples.
     """
 
-    def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True, shares: bool = False) -> None:
+    def __init__(self, engine: Engine, *, is_joint: bool = True, shares: bool = False) -> None:
+        mesh = engine.mesh
         is_joint = is_joint or mesh.tp == 1
         axes = ("pp", "tp") if is_joint else ("pp",)
         self.data_ranks = mesh.shape.groups(*axes)

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 
 from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
@@ -51,17 +51,16 @@ class Resumption:
     """The state for exact resumption: collects it for a checkpoint, and applies it.
 
     Args:
-        mesh: the process mesh.
         stream: the random numbers of the data path.
         device: this rank's device.
         tree: the Lightning tree in use.
     """
 
-    def __init__(self, mesh: ProcessMesh, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
-        self._rank = mesh.rank
+    def __init__(self, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
+        self._rank = dist.get_rank()
         self._stream = stream
         self._data_ranks = [list(ranks) for ranks in stream.data_ranks]
-        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if mesh.rank in ranks)
+        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if self._rank in ranks)
         self._device = device
         self._tree = tree
         self._pending: Mapping[str, Any] | None = None

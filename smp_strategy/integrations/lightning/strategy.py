@@ -239,9 +239,10 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.attach(module, trains=fitting)
         # Lightning divides samples for `predict` unevenly, but ranks that exchange samples need equally many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
-        shares = self.config.share_batches
-        stream = self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint, shares=shares)
-        self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
+        stream = self._data_stream = DataRngSync(
+            self._engine, is_joint=self._is_joint, shares=self.config.share_batches
+        )
+        self._resume.begin_run(Resumption(stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
             with self._engine.saved.looking_as_built():
@@ -259,7 +260,7 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.settings = lambda: settings_of_steps(trainer)
         self._checkpoints.begin_run(trainer, self._patches)
         self._install_patches(trainer, module, is_manual=fitting and not module.automatic_optimization)
-        signal = StopSignal.of(trainer, self._engine.ledger, self.tree)
+        signal = StopSignal.of(trainer, self._engine, self.tree)
         if signal is not None:
             self._patches.enter_context(signal.installed())
             self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal

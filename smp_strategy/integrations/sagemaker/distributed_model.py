@@ -22,8 +22,8 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.engine.model_calls.model_outputs import pack
 from smp_strategy.errors import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.model_outputs import pack
 from smp_strategy.integrations.sagemaker.model_state import (
     LocalParts,
     full_model_state,

@@ -332,8 +332,7 @@ def own_outputs(
     own = find_samples(batch).number
     if own is None:
         return results, sizes
-    counts = collectives.gather_numbers(own, "how many samples ranks have", engine.mesh.tp_group)
-    start = sum(counts[: engine.mesh.tp_rank])
+    start = engine.mesh.first_sample(own)
     own_sizes = sizes_of(own, len(sizes))
     if len(own_sizes) != len(sizes):
         return results, sizes

@@ -23,8 +23,6 @@ from smp_strategy.distributed.process_groups import new_group, new_subgroup
 
 __all__ = ["DataGroups"]
 
-_GATHER = "`accelerator.gather` or its like"
-
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -34,14 +32,15 @@ class DataGroups:
 
     Args:
         data_ranks: global ranks that read the same samples, for each data rank.
+        doing: name of the calls, for messages.
         timeout: timeout of the collectives; ``None``: that of the backend.
 
     Attributes:
         readers: global ranks that read the same samples as this rank.
     """
 
-    def __init__(self, data_ranks: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> None:
-        rank = dist.get_rank()
+    def __init__(self, data_ranks: Sequence[Sequence[int]], doing: str, *, timeout: timedelta | None = None) -> None:
+        rank, self._doing = dist.get_rank(), doing
         self._num = len(data_ranks)
         self.readers = tuple(next(ranks for ranks in data_ranks if rank in ranks))
         self._first = self.readers[0]
@@ -53,7 +52,7 @@ class DataGroups:
         self._among_readers: Any = dist.group.WORLD
         if self._num > 1:
             # Torch would wait for other ranks in the making of the group, unwatched and with Python's lock.
-            collectives.barrier(_GATHER)
+            collectives.barrier(self._doing)
             self._between_firsts = new_group(firsts, timeout=timeout)
         if self._num > 1 and len(self.readers) > 1:
             self._among_readers = new_subgroup(data_ranks, timeout)
@@ -74,7 +73,7 @@ class DataGroups:
         mine = (tensor[None] if tensor.ndim == 0 else tensor).detach().contiguous()
         if self._is_first:
             parts = [torch.empty_like(mine) for _ in range(self._num)]
-            collectives.all_gather(parts, mine, group=self._between_firsts, doing=_GATHER).wait()
+            collectives.all_gather(parts, mine, group=self._between_firsts, doing=self._doing).wait()
             return self._told(torch.cat([parts[place] for place in self._order]))
         return self._told(mine.new_empty((self._num * len(mine), *mine.shape[1:])))
 
@@ -87,7 +86,7 @@ class DataGroups:
             return self._told_with_history(tensor.clone())
         found = tensor.detach().clone()
         if self._is_first:
-            collectives.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts, doing=_GATHER).wait()
+            collectives.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts, doing=self._doing).wait()
             if reduction == "mean":
                 found /= self._num
         return self._told(found)
@@ -96,10 +95,10 @@ class DataGroups:
         """Gather one object from each data rank."""
         box: list[Any] = [mine] * self._num
         if self._num > 1 and self._is_first:
-            found = collectives.gather_objects(mine, _GATHER, self._between_firsts)
+            found = collectives.gather_objects(mine, self._doing, self._between_firsts)
             box = [found[place] for place in self._order]
         if len(self.readers) > 1:
-            box = collectives.tell(box, self._first, _GATHER, self._among_readers)
+            box = collectives.tell(box, self._first, self._doing, self._among_readers)
         return box
 
     def _told_with_history(self, tensor: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ class DataGroups:
             return tensor
         found = tensor if self._is_first else torch.empty_like(tensor)
         found = found.detach().contiguous()
-        collectives.broadcast(found, self._first, group=self._among_readers, doing=_GATHER).wait()
+        collectives.broadcast(found, self._first, group=self._among_readers, doing=self._doing).wait()
         return found
 
 

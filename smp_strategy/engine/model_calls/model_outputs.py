@@ -25,11 +25,11 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.torch_private import keeps_graph, will_run
 from smp_strategy.engine.deferred_loss import ForwardStep
+from smp_strategy.engine.join_results import merge
+from smp_strategy.engine.model_calls.model_inputs import ModelInputs
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
 from smp_strategy.model.trace.pytree import flatten_output
-from smp_strategy.pipeline.join_results import merge
 
 __all__ = [
     "OmittedResult",
@@ -340,8 +340,7 @@ class OwnSamples:
             return result
         start = self._mesh.tp_rank * own
         if own * self._mesh.tp != total:  # true on all ranks or on none
-            counts = collectives.gather_numbers(own, "how many samples ranks have", self._mesh.tp_group)
-            start = sum(counts[: self._mesh.tp_rank])
+            start = self._mesh.first_sample(own)
         leaves, structure = flatten_output(result)
         return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
 

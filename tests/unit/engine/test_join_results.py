@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from smp_strategy.engine import join_results as joining
+from smp_strategy.engine.join_results import NotJoined, merge, refuse_not_joined
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline import join_results as joining
-from smp_strategy.pipeline.join_results import NotJoined, merge, refuse_not_joined
 from smp_strategy.pipeline.microbatch import split
 
 

@@ -18,11 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from smp_strategy.distributed.torch_private import keeps_graph, will_run
 from smp_strategy.engine.deferred_loss import ForwardStep
-from smp_strategy.engine.repeated_step import StateBefore
-from smp_strategy.engine.step_results import TrainStep
-from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
-from smp_strategy.integrations.accelerate.model_outputs import (
+from smp_strategy.engine.join_results import merge
+from smp_strategy.engine.model_calls.model_inputs import ModelInputs
+from smp_strategy.engine.model_calls.model_outputs import (
     Packed,
     loss_in,
     only_of_input,
@@ -30,8 +28,10 @@ from smp_strategy.integrations.accelerate.model_outputs import (
     place_on_graph,
     replace_loss,
 )
+from smp_strategy.engine.repeated_step import StateBefore
+from smp_strategy.engine.step_results import TrainStep
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_output
-from smp_strategy.pipeline.join_results import merge
 
 __all__ = ["LossUses", "Repetition", "UndecidedCall"]
 
@@ -76,7 +76,7 @@ class UndecidedCall:
         factor: of the loss in the gradients of inputs.
         inputs: differentiable inputs.
         repetition: runs the call once more.
-        combine: see :func:`~smp_strategy.integrations.accelerate.model_outputs.gradients_come_later`.
+        combine: see :func:`~smp_strategy.engine.model_calls.model_outputs.gradients_come_later`.
         learn: is told whether backward has reached more than the loss.
     """
 

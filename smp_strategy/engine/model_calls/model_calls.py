@@ -27,11 +27,10 @@ from torch import Tensor, nn
 
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.loss_use import LossUses, Repetition, UndecidedCall
-from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
-from smp_strategy.integrations.accelerate.model_methods import ModelMethods
-from smp_strategy.integrations.accelerate.model_outputs import (
+from smp_strategy.engine.model_calls.loss_use import LossUses, Repetition, UndecidedCall
+from smp_strategy.engine.model_calls.model_inputs import NAME, ModelInputs, with_share_of_items
+from smp_strategy.engine.model_calls.model_methods import ModelMethods
+from smp_strategy.engine.model_calls.model_outputs import (
     InputGradients,
     OwnSamples,
     Packed,
@@ -43,8 +42,9 @@ from smp_strategy.integrations.accelerate.model_outputs import (
     replace_loss,
     with_loss,
 )
-from smp_strategy.model.patching import Patches
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import Samples, find_samples
+from smp_strategy.patching import Patches
 
 __all__ = ["CallOptions", "BackwardPrediction", "ModelCalls"]
 
