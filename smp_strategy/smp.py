@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from smp_strategy.activations.submodules import checkpoint_sequential
+from smp_strategy.engine.tagged_checkpoints import resume_from_checkpoint, save_checkpoint
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
-from smp_strategy.integrations.sagemaker.checkpoint_calls import load, resume_from_checkpoint, save, save_checkpoint
 from smp_strategy.integrations.sagemaker.creation import (
     checkpoint,
     delay_param_initialization,
@@ -65,6 +65,7 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     tp_rank,
     tp_size,
 )
+from smp_strategy.integrations.sagemaker.rank_files import load, save
 from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
 from smp_strategy.integrations.sagemaker.step_values import StepOutput

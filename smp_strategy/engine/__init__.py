@@ -28,6 +28,9 @@ It is the one place that knows every part of the package. In reading order:
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
 * ``hooks/``: the user's hooks see the full model.
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
+* ``checkpoint_content.py``, ``checkpoint_objects.py``, ``async_saves.py``: checkpoints of one dict, and objects of the
+  run in them; saves in the background, and what waits for them.
+* ``tagged_checkpoints.py``: checkpoints by tag, in the form of SageMaker's library.
 * ``model_calls/``: calls of a model by a loop that belongs to the script.
 * ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
 * ``resumable_loader.py``: a pass over a data loader, whose position can be saved and restored.

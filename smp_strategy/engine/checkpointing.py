@@ -8,6 +8,8 @@ Before the first step every rank has the whole module, and the partition is not 
 state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_state`).
 """
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -38,13 +40,26 @@ from smp_strategy.checkpoint.state_dict import (
     whole_module_state,
     whole_optimizer_state,
 )
+from smp_strategy.checkpoint.storage.full_file import replacing_full
 from smp_strategy.checkpoint.storage.held_tensor import Source
+from smp_strategy.checkpoint.storage.remote_path import local_path
+from smp_strategy.checkpoint.storage.writer import Prepared, ShardedWriter
 from smp_strategy.checkpoint.torch_file import UnfilledState, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "promised_to"]
+
+
+def promised_to(states: list[UnfilledState]) -> full.Take:
+    """Makes entries without values, which are gathered when a file is written; notes their states in ``states``."""
+
+    def take(spread: SpreadState) -> "OrderedDict[str, Any]":
+        states.append(UnfilledState(spread))
+        return states[-1].entries()
+
+    return take
 
 
 @final
@@ -53,10 +68,17 @@ class SavedState:
 
     Args:
         parts: of the engine.
+
+    Attributes:
+        note: is told what a checkpoint has in another form than it was given.
+        scaled: returns optimizers that have a loss scale of their own.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
+        self._writers: dict[str, ShardedWriter] = {}
+        self.note: Callable[[str], None] = logging.getLogger("smp_strategy").info
+        self.scaled: Callable[[], Sequence[Any]] = tuple
 
     # Spread over ranks
 
@@ -92,6 +114,22 @@ class SavedState:
             if gradients and local_model is not None:
                 state[GRADIENTS] = gradient_state(local_model.holdings)
         return state
+
+    def prepared(self, state: Mapping[str, Any], *, copy: bool = False, use: str = "background") -> Prepared:
+        """This rank's share of ``state``, ready to be written to a folder. Collective.
+
+        Args:
+            state: state that this rank holds, see :meth:`held_state`.
+            copy: whether it may change before it is written, perhaps by a thread.
+            use: one of the ways of writing, which may be under way at the same time.
+        """
+        if use not in self._writers:
+            self._writers[use] = ShardedWriter(lambda: self._parts.mesh.saving_group(use))
+        return self._writers[use].prepare(state, copy=copy)
+
+    def close(self) -> None:
+        """Drop the process groups of writers."""
+        self._writers.clear()
 
     def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._parts.module is not None
@@ -201,8 +239,18 @@ class SavedState:
         with self._parts.views.put_aside():
             write_torch_file(states, make, opened, doing=doing)
 
+    def write_full_checkpoint(self, states: Sequence[UnfilledState], content: Mapping[str, Any], path: Any) -> None:
+        """Write ``content``, which has the tensors of ``states``, to the file ``path``, atomically. Collective.
+
+        Raises:
+            CheckpointError: it could not be written. The previous file is still there.
+            PeerFailedError: global rank 0 could not write it.
+        """
+        opened = partial(replacing_full, local_path(path))
+        self.write_filled(states, lambda: content, opened, doing=f"saving {path}")
+
     def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
-        """Write what :meth:`full_optimizer_state` returns by ``torch.save``, one tensor at a time. Collective.
+        """Write what :meth:`full_optimizer_state` returns, atomically, one tensor at a time. Collective.
 
         Args:
             optimizer: Optimizer of the module.
@@ -218,7 +266,7 @@ class SavedState:
             with self._parts.views.put_aside():
                 unfilled.append(UnfilledState(full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)))
             make = partial(full.whole_optimizer_state_dict, optimizer, unfilled[0].entries())
-        self.write_filled(unfilled, make, lambda: path.open("w+b"), doing="saving the state of an optimizer")
+        self.write_filled(unfilled, make, partial(replacing_full, path), doing="saving the state of an optimizer")
 
     # As a whole
 

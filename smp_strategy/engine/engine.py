@@ -494,7 +494,7 @@ class Engine:
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups
         layout = self._parts.known_layout
-        for each in (self._parts.local_model, None if layout is None else layout.group, self._parts.known_mesh):
+        for each in (self.saved, self._parts.local_model, getattr(layout, "group", None), self._parts.known_mesh):
             if each is not None:
                 each.close()
         self._parts.local_model = None

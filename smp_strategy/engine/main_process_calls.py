@@ -32,6 +32,7 @@ import torch.distributed as dist
 from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.message_tags import MAIN_PROCESS
+from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.distributed.wait_positions import Condition
 
 __all__ = ["MainProcessCalls"]
@@ -104,16 +105,19 @@ class MainProcessCalls:
         self._begin_round()
 
     @contextmanager
-    def together(self, call: Any = _MEETS) -> Iterator[None]:
+    def together(self, call: Any = _MEETS, meeting: str = "") -> Iterator[None]:
         """Context of a call that all ranks make.
 
         Args:
             call: Its name, what it is about, and plain arguments by which others can take part in it; default: they
                 cannot. A call of the main process with the same name, about the same, counts as this one: if it was
                 another, the others take part in this one later.
+            meeting: Name of the call for :func:`~smp_strategy.distributed.rendezvous.meet`, if ranks meet.
         """
         self._meet(call)
         with self._joint():
+            if meeting:
+                meet(meeting)
             yield
 
     @contextmanager

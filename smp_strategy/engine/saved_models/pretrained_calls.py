@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -153,7 +152,7 @@ class PretrainedCalls:
         is_adapter = self._is_adapter or getattr(self.model, "_hf_peft_config_loaded", False)
         replaces = "" if is_adapter else folders.weights_of(options.get("variant"))
 
-        def plan(staging: Path, state: SpreadState, entries: dict[str, Any]) -> FileNotes:
+        def plan(staging: Path, entries: dict[str, Any]) -> FileNotes:
             return self._plan(Path(save_directory), staging, entries, options)
 
         target = Path(save_directory) if is_main else None

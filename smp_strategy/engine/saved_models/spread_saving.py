@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from smp_strategy.checkpoint.spread_state import PlannedFile, PlannedTensor, SpreadState
 from smp_strategy.checkpoint.stand_in import StandIn
-from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
@@ -125,7 +124,7 @@ def spread_model(engine: Engine, path: str, aside: Callable[[], AbstractContextM
     return SpreadModel(engine, path, aside) if engine.is_spread else None
 
 
-Plan = Callable[[Path, SpreadState, dict[str, Any]], FileNotes]
+Plan = Callable[[Path, dict[str, Any]], FileNotes]
 
 
 def write_together(call: str, model: SpreadModel, target: Path | None, plan: Plan, *, replaces: str = "") -> None:
@@ -135,32 +134,25 @@ def write_together(call: str, model: SpreadModel, target: Path | None, plan: Pla
         call: Name of the call, for messages.
         model: Model that is saved.
         target: Folder that this rank names; ``None``: it is not the main process and names none.
-        plan: Called on the rank that leads, with an empty folder, the state and the whole state dict: writes the small
-            files to the folder and notes the large ones.
+        plan: Called on the rank that leads, with an empty folder and the whole state dict: writes the small files to
+            the folder and notes the large ones.
         replaces: Pattern of the names of files in ``target`` that are out of date afterwards.
     """
     meet(call)
     named = collectives.gather_objects(None if target is None else str(target.absolute()), "folders to save to")
     state, entries = model.collected()
     for folder in dict.fromkeys(each for each in named if each is not None):
-        _write_to(
-            Path(folder), named.index(folder), state, lambda staging: plan(staging, state, dict(entries)), replaces
-        )
+        _write_to(Path(folder), named.index(folder), state, lambda staging: plan(staging, dict(entries)), replaces)
 
 
 def _write_to(target: Path, leader: int, state: SpreadState, plan: Callable[[Path], FileNotes], replaces: str) -> None:
     rank, doing = dist.get_rank(), f"saving to {target}"
     staging = decided_by(leader, lambda: folders.begin(target), doing)
-    try:
-        with saving(target):
-            files = decided_by(leader, lambda: plan(staging).files, doing)
-            # Without a folder that all machines share, those that see it write.
-            sees = collectives.gather_objects(staging.is_dir(), doing)
-            state.write(files, staging, writers=[number for number, does in enumerate(sees) if does])
-            with alike(f"moving files to {target}"):
-                if rank == leader:
-                    folders.move_in(staging, target, replaces=replaces)
-    except BaseException:
-        if rank == leader:
-            folders.remove(staging)
-        raise
+    with folders.filling(staging, target, is_mine=rank == leader):
+        files = decided_by(leader, lambda: plan(staging).files, doing)
+        # Without a folder that all machines share, those that see it write.
+        sees = collectives.gather_objects(staging.is_dir(), doing)
+        state.write(files, staging, writers=[number for number, does in enumerate(sees) if does])
+        with alike(f"moving files to {target}"):
+            if rank == leader:
+                folders.move_in(staging, target, replaces=replaces)

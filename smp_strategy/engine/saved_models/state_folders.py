@@ -8,13 +8,21 @@ files are moved in one by one; a reader that comes in between detects that by th
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, FORMAT, Manifest
 from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_entries
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
+from smp_strategy.checkpoint.storage.remote_path import local_path
+from smp_strategy.checkpoint.storage.verify import previous
 from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -23,11 +31,18 @@ __all__ = [
     "WEIGHTS",
     "begin",
     "delete_oldest",
+    "describe",
+    "filling",
     "move_in",
     "newest",
     "number_of",
     "numbered",
     "remove",
+    "save_file",
+    "stored",
+    "to_read",
+    "to_write",
+    "verify",
     "weights_of",
 ]
 
@@ -119,6 +134,74 @@ def begin(target: Path) -> Path:
         staging = commit.hidden_beside(place / target.name) / target.name
         staging.mkdir(parents=True)
     return staging
+
+
+def to_write(given: Any) -> Path:
+    """The folder that ``given`` names, which must not be an address.
+
+    Raises:
+        CheckpointError: it is an address.
+    """
+    return local_path(given)
+
+
+def to_read(given: Any) -> Path:
+    """The folder with a state that ``given`` names; an interrupted save is put right first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = local_path(given).expanduser()
+    commit.recover(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file. Name the folder that `accelerator.save_state` has written.")
+    if not folder.is_dir():
+        raise ValueError(f"Tried to find {folder} but folder does not exist")
+    return folder
+
+
+@contextmanager
+def filling(staging: Path, target: Path, *, is_mine: bool) -> Iterator[None]:
+    """Context in which ranks fill ``staging``, from :func:`begin`; after an error it is deleted if it ``is_mine``."""
+    try:
+        with saving(target):
+            yield
+    except BaseException:
+        if is_mine:
+            remove(staging)
+        raise
+
+
+def describe(staging: Path, note: dict[str, Any]) -> None:
+    """Write the manifest of ``staging``: ``note`` and digests of all files."""
+    verified_reads.describe(staging, note)
+
+
+def verify(folder: Path) -> None:
+    """Compare all files of ``folder`` with their digests, if it has some.
+
+    Raises:
+        CheckpointError: one is damaged; the newest undamaged folder beside it is named.
+    """
+    try:
+        verified_reads.verify(folder)
+    except CheckpointError as error:
+        other = previous(folder)
+        found = "There is no undamaged one" if other is None else f"The newest undamaged one is {other}"
+        raise CheckpointError(f"{error} {found} beside it.") from None
+
+
+def stored(folder: Path) -> CheckpointReader:
+    """The state that all ranks have written to :data:`SHARDED` in ``folder``."""
+    found = CheckpointReader.open(folder / SHARDED)
+    found.rest()  # empty, but reading it reports damage
+    return found
+
+
+def save_file(state: Any, path: Path) -> None:
+    """Write ``state`` by ``torch.save``; the file appears when it is complete."""
+    with commit.replacing(path, is_folder=False) as staging:
+        torch.save(state, staging)
 
 
 def _check_manifest(target: Path) -> None:

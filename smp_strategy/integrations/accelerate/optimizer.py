@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.optimizer_steps import evaluated_first, switch_mode, updating
@@ -98,8 +97,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        with self.smp.main_calls.together(("optimizer.state_dict", self._number)):
-            meet("optimizer.state_dict")
+        with self.smp.main_calls.together(("optimizer.state_dict", self._number), "optimizer.state_dict"):
             return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.engine.async_saves import AsyncSaves
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
@@ -91,7 +91,7 @@ class Session:
         self.state_calls: list[StateDictCalls] = []
         self.pretrained_calls: list[PretrainedCalls] = []
         self.scaler: GradScaler | None = None
-        self.background = BackgroundSave()
+        self.background = AsyncSaves()
         self.main_calls = MainProcessCalls()
         self.read_weights: Callable[[], Mapping[str, Any] | None] = lambda: None
         self._engine: Engine | None = None
@@ -149,8 +149,7 @@ class Session:
         """
         if self._engine is None:
             return function()
-        with self.main_calls.together():
-            meet("accelerator.smp.with_weights")
+        with self.main_calls.together(meeting="accelerator.smp.with_weights"):
             self._engine.reduce_gradients()
             found = self._engine.run_hook(function)
         if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):

@@ -16,9 +16,9 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     optimizer_modes                 train and eval of schedule-free optimizers
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
     collectives                     reduce, all_gather, broadcast, barrier
-    checkpoint_hooks                save and load; checkpoint_content: split a checkpoint; async_saves: in background
+    checkpoint_hooks                save and load
     streamed_checkpoint             full checkpoints that no rank has as a whole
-    checkpoint_objects              networks and optimizers among the hyperparameters
+    kept_checkpoints                callbacks and loggers respect saves in the background
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
     launcher, child_processes       start the ranks of a machine, watch and end them
     joining                         ranks meet, compare their settings, and join the process group

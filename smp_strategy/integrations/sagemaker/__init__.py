@@ -9,7 +9,7 @@ Reading order::
     distributed_model.py                   smp.DistributedModel
     distributed_optimizer.py               smp.DistributedOptimizer, loss scaling
     model_state.py                         what this rank holds of a model; state dicts, whole or in parts
-    checkpoint_calls.py                    smp.save_checkpoint, smp.resume_from_checkpoint, smp.save and smp.load
+    rank_files.py                          smp.save and smp.load
     creation.py                            contexts for models that are being created; smp.checkpoint
     run_script.py, names/                  smp run: scripts under the library's own names
     nn/, amp.py, optimizers.py             layers, gradient scaler, optimizers

@@ -139,6 +139,8 @@ class DistributedModel(LocalParts):
     def _start(self, config: SMPConfig, optimizers: Sequence[Optimizer] = ()) -> None:
         run = current_run()
         self._engine = Engine(config, report=run.report, device=run.device)
+        self._engine.saved.note = run.note
+        self._engine.saved.scaled = lambda: [each for each in run.optimizers if each.model is self]
         self._engine.attach(self.module, optimizers, is_placed=False)
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Checkpoint functions with the names, files and meaning of SageMaker's model parallel library.
+"""Checkpoints by tag, with the names, files and meaning of SageMaker's model parallel library, for every door.
 
-For custom training loops, and for hooks of frameworks. They own a folder with these entries::
+For custom training loops, and for hooks of frameworks. The functions own a folder with these entries::
 
     newest                  text: the tag of the checkpoint that was written last
     {tag}_partial/          weights, optimizers and the user's content, written by all ranks: the sharded form
@@ -12,52 +12,34 @@ partial checkpoint does not freeze the partition: any layout reads it.
 
 SageMaker's library has one model in a process. Here the model is given, or it is the only one that an engine of this
 process runs (:mod:`smp_strategy.engine.active_engines`).
-
-``smp.save`` and ``smp.load``: files of one rank each, with its place in their names.
-
-Checkpoints that any layout reads are those of :func:`save_checkpoint`.
 """
 
-import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.sources import WholeState, WithoutState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.checkpoint.storage.torch_load import check_content, plain_content
-from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.active_engines import attached
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError
-from smp_strategy.integrations.sagemaker.rank_calls import mp_rank, pp_rank, rdp_rank, tp_rank, tp_size
-from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
 
-if TYPE_CHECKING:
-    from smp_strategy.integrations.sagemaker.distributed_optimizer import DistributedOptimizer
+__all__ = ["resume_from_checkpoint", "save_checkpoint"]
 
-__all__ = ["resume_from_checkpoint", "save_checkpoint", "load", "save"]
-
-
-_LOG: Final = logging.getLogger("smp_strategy")
 
 # Keys of the engine's own state and of the user's content in a partial checkpoint.
 _ENGINE: Final = "smp_strategy"
 _CONTENT: Final = "user_content"
 _SCALE: Final = "loss_scale"
-
-_WRITERS: Final[WeakKeyDictionary[Engine, ShardedWriter]] = WeakKeyDictionary()
 
 StateDict = dict[str, Any]
 
@@ -108,7 +90,7 @@ def save_checkpoint(
         folder = TaggedFolder(local_path(path), tag)
         folder.check_limit(num_kept_partial_checkpoints)
         if engine.mesh.rank == 0:
-            user_content = plain_content(user_content, _CONTENT, current_run().note if is_initialized() else _LOG.info)
+            user_content = plain_content(user_content, _CONTENT, engine.saved.note)
             check_content(user_content, _CONTENT)
     if partial:
         _save_partial(engine, optimizers, folder, user_content)
@@ -179,25 +161,18 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         rest = stored.rest()
         engine.saved.load_stored(stored, strict=strict)
         for number, each in enumerate(optimizers if load_optimizer else ()):
-            source = stored if load_sharded_optimizer_state else _WithoutState(stored)
+            source = stored if load_sharded_optimizer_state else WithoutState(stored)
             engine.saved.load_stored_optimizer(source, number, each)
         _load_counters(engine, rest, scales=load_optimizer)
         return rest.get(_CONTENT)
 
 
 def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: TaggedFolder, content: Any) -> None:
-    if engine not in _WRITERS:
-        _WRITERS[engine] = ShardedWriter(lambda mesh=engine.mesh: mesh.saving_group("calls"))  # type: ignore[misc]
-    prepared = _WRITERS[engine].prepare(engine.saved.held_state(optimizers), copy=False)
+    prepared = engine.saved.prepared(engine.saved.held_state(optimizers), use="calls")
     own = engine.saved.state_dict()
-    rest = {_ENGINE: own, _CONTENT: content, _SCALE: [each.scaler_state_dict() for each in _wrapped(engine)]}
+    rest = {_ENGINE: own, _CONTENT: content, _SCALE: [each.scaler_state_dict() for each in engine.saved.scaled()]}
     note = {"layout": engine.mesh.shape.degrees, "global_step": own["num_steps"], "tag": folder.tag}
     prepared.write(folder.partial, rest=rest, note=note)
-
-
-def _wrapped(engine: Engine) -> list["DistributedOptimizer"]:
-    """Optimizers of ``smp.DistributedOptimizer``, which have a loss scale of their own."""
-    return [each for each in current_run().optimizers if each.model.engine is engine] if is_initialized() else []
 
 
 def _load_counters(engine: Engine, rest: Mapping[str, Any], *, scales: bool) -> None:
@@ -205,8 +180,8 @@ def _load_counters(engine: Engine, rest: Mapping[str, Any], *, scales: bool) -> 
     if _ENGINE in rest:
         engine.saved.load_state(rest[_ENGINE])
     found = rest.get(_SCALE, ()) if scales else ()
-    if len(found) == len(_wrapped(engine)):  # else they are of another door
-        for each, scale in zip(_wrapped(engine), found, strict=True):
+    if len(found) == len(scaled := engine.saved.scaled()):  # else they are of another door
+        for each, scale in zip(scaled, found, strict=True):
             each.load_scaler_state_dict(scale)
 
 
@@ -231,32 +206,6 @@ def _load_full(
         state = translate(dict(state))
     engine.saved.load_stored(WholeState({f"state_dict.{name}": value for name, value in state.items()}), strict=strict)
     return read_full(folder.content)[_CONTENT] if folder.content.exists() else None
-
-
-class _WithoutState:
-    """Checkpoint source without optimizer state, but with the options of optimizer groups."""
-
-    def __init__(self, stored: CheckpointReader) -> None:
-        self._stored = stored
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        return {name: each for name, each in self._stored.tensors.items() if not _is_state(name)}
-
-    @property
-    def objects(self) -> list[str]:
-        return [name for name in self._stored.objects if not _is_state(name)]
-
-    def fill(self, wanted: Mapping[str, Any]) -> None:
-        self._stored.fill(wanted)
-
-    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
-        return self._stored.read_objects(names)
-
-
-def _is_state(name: str) -> bool:
-    first, second = [*name.split(".", 2), ""][:2]
-    return first.startswith("optimizer_") and second == "state"
 
 
 def _engine_of(model: nn.Module | None) -> Engine:
@@ -311,68 +260,3 @@ def _known(engine: Engine, optimizer: Any) -> Optimizer:
             "that was prepared together with it, or that `configure_optimizers` has returned."
         )
     return known[id(inner)]
-
-
-def save(
-    obj: Any,
-    f: str | os.PathLike[str],
-    partial: bool = True,
-    pickle_module: Any = None,
-    pickle_protocol: int = 2,
-    v3: bool = False,
-) -> None:
-    """Write an object to a file, as ``torch.save``. The file appears when it is complete.
-
-    Args:
-        obj: state dicts and the like.
-        f: the file.
-        partial: whether each rank writes a file of its own, with its place in the replica in the name (``f_1``, or
-            ``f_1_0`` with a tensor-parallel rank); otherwise the calling rank writes ``f``.
-        pickle_module, pickle_protocol: as of ``torch.save``.
-        v3: whether replicas have files of their own (``f_1_0_0``); always so if state is sharded over them.
-    """
-    path = _path(f, v3=v3) if partial else Path(f)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Replicas write the same file.
-    writing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    options = {} if pickle_module is None else {"pickle_module": pickle_module}
-    torch.save(obj, writing, pickle_protocol=pickle_protocol, **options)
-    writing.replace(path)
-
-
-def load(
-    f: str | os.PathLike[str],
-    map_location: Any = None,
-    pickle_module: Any = None,
-    pickle_load_args: Mapping[str, Any] | None = None,
-    partial: bool = True,
-    back_compat: bool = False,
-    v3: bool = False,
-) -> Any:
-    """Read an object from a file, as ``torch.load``, which runs no code of the file.
-
-    Args:
-        f: the file.
-        map_location, pickle_module: as of ``torch.load``.
-        pickle_load_args: further arguments of ``torch.load``; ``{"weights_only": False}`` reads any object.
-        partial: whether to read the file that a rank at this place has written.
-        back_compat: accepted.
-        v3: whether replicas have files of their own.
-
-    Raises:
-        CheckpointError: there is no such file.
-    """
-    del back_compat
-    path = _path(f, v3=v3) if partial else Path(f)
-    if not path.exists():
-        why = " Files of single ranks are read under the degrees that wrote them." if partial else ""
-        raise CheckpointError(f"There is no file {path}.{why}")
-    return torch.load(path, map_location=map_location, pickle_module=pickle_module, **dict(pickle_load_args or {}))
-
-
-def _path(f: str | os.PathLike[str], *, v3: bool) -> Path:
-    path, config = Path(f), current_run().config
-    # Replicas have shards of their own then.
-    v3 = v3 or config.shard_optimizer_state or config.sharded_data_parallel_degree > 1
-    place = f"{pp_rank()}_{tp_rank()}" if tp_size() > 1 or v3 else f"{mp_rank()}"
-    return path.with_name(f"{path.name}_{place}{f'_{rdp_rank()}' if v3 else ''}")

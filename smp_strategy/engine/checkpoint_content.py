@@ -1,8 +1,8 @@
-"""Layout of a sharded Lightning checkpoint: split the checkpoint dict into stored tensors and ``meta.pt``, and back.
+"""Checkpoints of Lightning's form: one dict, in a file or in a folder that all ranks have written.
 
-Lightning, its callbacks and the user build one dict. Tensors that are spread over ranks (:class:`HeldTensor`) are
-stored by their ranks, under the names that Lightning's own directories use. Global rank 0 writes everything else,
-unchanged, to ``meta.pt``::
+For a folder the dict is split into stored tensors and ``meta.pt``. Lightning, its callbacks and the user build one
+dict. Tensors that are spread over ranks (:class:`HeldTensor`) are stored by their ranks, under the names that
+Lightning's own directories use. Global rank 0 writes everything else, unchanged, to ``meta.pt``::
 
     state_dict              state_dict.<name>
     optimizer_states[0]     optimizer_0.state.<name>.<key>, optimizer_0.param_groups
@@ -14,27 +14,34 @@ Loading returns such a dict, with lazily read tensors (:func:`stored_tensor`), s
 change them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.sources import MARK, SPREAD, Readable, put, stored_tensor, with_spread
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.full_file import read_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
-from smp_strategy.checkpoint.storage.remote_path import RemotePath
+from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
+from smp_strategy.checkpoint.storage.remote_path import RemotePath, place_of
+from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError
 
 __all__ = [
-    "Directory",
-    "collect_optimizers",
-    "join_checkpoint",
-    "last_checkpoints",
-    "refuse_foreign_content",
-    "refuse_foreign_folder",
+    "described_elsewhere",
+    "is_path",
+    "named_in",
+    "read_checkpoint",
+    "recover_folder",
     "split_checkpoint",
+    "with_all_names",
 ]
 
 _MODULE, _OPTIMIZERS = "state_dict", "optimizer_states"
@@ -46,6 +53,61 @@ class Directory(Readable, Protocol):
     @property
     def paths(self) -> Mapping[str, tuple[Any, ...]]:
         """The keys of each entry in nested dicts, or its name alone."""
+
+
+def read_checkpoint(
+    path: Any, plain: Callable[..., Any], *, weights_only: bool, is_ours: bool, verifies: bool
+) -> dict[str, Any]:
+    """Read a checkpoint of either form. Collective. Tensors of a directory are read lazily, at their first use.
+
+    Args:
+        path: file, directory or address, the same on all ranks.
+        plain: reads a file that this package does not read itself.
+        weights_only: whether only tensors and plain values are allowed, so that no file can run code.
+        is_ours: whether this package reads files on a disk itself.
+        verifies: whether this rank reads all of a file, for the others of its node.
+
+    Raises:
+        CheckpointError: it is damaged, or contains objects that are not allowed.
+    """
+    place = place_of(path)
+    with allowing_plain_values():
+        if is_sharded(place):
+            directory = CheckpointReader.open(place)
+            checkpoint = _join_checkpoint(directory, directory.rest(weights_only=weights_only))
+        elif isinstance(place, RemotePath) or not is_ours:
+            checkpoint = plain(path, weights_only=weights_only)
+        else:
+            _refuse_foreign_folder(place)
+            content = _read_by_all(place, weights_only, verifies=verifies)
+            checkpoint = _collect_optimizers(dict(content)) if isinstance(content, Mapping) else content
+    _refuse_foreign_content(checkpoint, path)
+    return checkpoint
+
+
+def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> Any:
+    """The content of a file, verified by a single rank per node that reads all of it. Collective.
+
+    Raises:
+        CheckpointError: on all ranks; the file is missing, damaged, or cannot be loaded without running code.
+    """
+    content, problem = None, None
+    try:
+        if verifies:
+            content = read_full(path, weights_only=weights_only)
+    except Exception as error:
+        problem = error
+    problems: list[tuple[str, str] | None] = []
+    if dist.is_initialized():
+        mine = problem if problem is None else (type(problem).__name__, str(problem))
+        problems = collectives.gather_objects(mine, f"the verification of {path}")
+    if problem is not None:
+        raise problem
+    for kind, text in filter(None, problems):
+        raise CheckpointError(f"{path} cannot be loaded, as another rank has found: {kind}: {text}")
+    if content is None:
+        content = read_full(path, weights_only=weights_only, verify=False)
+    return content
 
 
 def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,7 +131,7 @@ def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return {**state, SPREAD: found} if found else state, rest
 
 
-def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+def _join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of :func:`split_checkpoint`, with lazily read tensors.
 
     Args:
@@ -82,23 +144,27 @@ def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any
     for name, value in values.items():
         put(parts, _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name], value)
     whole = with_spread(rest, parts)
-    return collect_optimizers({**whole, **parts})
+    return _collect_optimizers({**whole, **parts})
 
 
-def last_checkpoints(folder: RemotePath, callback: Any, trainer: Any) -> set[str]:
-    """Addresses of the last checkpoints of a ModelCheckpoint in ``folder``; its ``_find_last_checkpoints``.
+def recover_folder(folder: Any) -> None:
+    """Put back checkpoints in ``folder``, a path or an address, that an interrupted save has moved aside."""
+    commit.recover_all(place_of(folder))
 
-    Args:
-        folder: the ``dirpath`` of the callback, an address.
-        callback: of the Trainer.
-        trainer: unused; Lightning gives it.
-    """
-    name, suffix = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
-    there = folder.iterdir() if folder.exists() else ()
+
+def is_path(place: Any) -> bool:
+    """Whether ``place`` is a path on a disk, and no address."""
+    return isinstance(place_of(place), Path)
+
+
+def named_in(folder: str, name: str, suffix: str) -> set[str]:
+    """Addresses in ``folder``, an address, that begin with ``name`` and have this ``suffix``."""
+    place = place_of(folder)
+    there = place.iterdir() if place.exists() else ()
     return {str(each) for each in there if each.name.startswith(name) and each.suffix == suffix}
 
 
-def refuse_foreign_folder(path: Path) -> None:
+def _refuse_foreign_folder(path: Path) -> None:
     """Refuse a folder that ranks have not written together.
 
     Raises:
@@ -115,7 +181,7 @@ def refuse_foreign_folder(path: Path) -> None:
     raise CheckpointError(reason)
 
 
-def refuse_foreign_content(content: Any, path: Any) -> None:
+def _refuse_foreign_content(content: Any, path: Any) -> None:
     """Refuse the content of a file that is no checkpoint of Lightning.
 
     Raises:
@@ -138,7 +204,7 @@ def refuse_foreign_content(content: Any, path: Any) -> None:
         )
 
 
-def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Collect ``optimizer_<n>`` entries, as converted directories have them, into the list of optimizer states."""
     numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
     if numbers and _OPTIMIZERS not in checkpoint:
@@ -177,3 +243,37 @@ def _way_of(name: str) -> tuple[str, ...]:
         parameter, _, key = inside.removeprefix("state.").rpartition(".")
         return part, "state", parameter, key
     return (part, inside) if inside else (name,)
+
+
+def described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` of global rank 0, with meta tensors on the other ranks. Collective.
+
+    So user hooks that drop or rename entries find them on all ranks.
+    """
+
+    def described(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    found = collectives.tell(pytree.tree_map(described, dict(state)), 0, "the entries of a checkpoint")
+    return state or found
+
+
+def with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's tensors, plus name, shape and dtype of all others. Collective.
+
+    A tensor with several names is one object under all of them.
+    """
+    mine = {
+        name: (each.shape, each.dtype, each.aliases) for name, each in state.items() if isinstance(each, HeldTensor)
+    }
+    everyones = collectives.gather_objects(mine, "the names of a checkpoint's tensors")
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        whole.update(dict.fromkeys((name, *(value.aliases if isinstance(value, HeldTensor) else ())), value))
+    for described in everyones:
+        for name, (shape, dtype, aliases) in described.items():
+            if name not in whole:
+                whole.update(
+                    dict.fromkeys((name, *aliases), HeldTensor(shape=shape, dtype=dtype, blocks=(), aliases=aliases))
+                )
+    return whole
