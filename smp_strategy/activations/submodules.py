@@ -23,7 +23,7 @@ from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
 from smp_strategy.config.activation_options import group_size
 from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.errors import ConfigError
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["SubmoduleCalls", "LayersInARow", "checkpoint_sequential"]
 

@@ -20,10 +20,10 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.distributed.agreement.same_inputs import compare_with_earlier, digest_of
 from smp_strategy.errors import SMPError
 from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
-from smp_strategy.patching import Patches
 from smp_strategy.pipeline.dist_calls.user_collectives import WatchedCollectives
 from smp_strategy.pipeline.isolation.written_values import KnownPlaces
 from smp_strategy.pipeline.runtime import Runtime

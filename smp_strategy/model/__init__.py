@@ -6,6 +6,7 @@ In reading order:
 * ``annotations.py``: ``set_partition`` and ``partition``, the user's marks on modules.
 * ``ownership.py``: which stages hold which parameters and buffers; frees the others, and guards them.
 * ``guarded_tensors.py``: tensors without values: metadata is answered, a use waits for values or is refused.
+* ``patching.py``: temporary replacement of methods of single modules.
 * ``padded_encoder.py``: ``nn.TransformerEncoder`` with a padding mask, without nested tensors.
 * ``compiled_code.py``: functions that PyTorch's compiler leaves alone.
 * ``shard_layout.py``: the elements of a tensor that a rank holds: runs, rectangles, cuts.

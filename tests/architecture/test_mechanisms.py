@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "smp_strategy"
-# What the doors (`integrations`) may know: the engine, and what has no tensors in it. `patching` replaces attributes of
-# single objects and knows nothing of this package, so it is no layer, like `errors`.
-FRONT = {"engine", "config", "errors", "integrations", "patching", "reports"}
+# What the doors (`integrations`) may know: the engine, and what has no tensors in it.
+FRONT = {"engine", "config", "errors", "integrations", "reports"}
+# It replaces attributes of single objects and knows nothing of this package, so it is no part of a layer.
+NO_LAYER = {"smp_strategy.model.patching"}
 CONTAINERS = {"dict", "list", "tuple", "set", "Mapping", "Sequence", "list | tuple", "tuple | list"}
 
 MOST = {
@@ -79,6 +80,7 @@ def past_the_engine(trees):
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smp_strategy.")
         if path.is_relative_to(PACKAGE / "integrations") and node.module.split(".")[1] not in FRONT
+        if node.module not in NO_LAYER
     ]
 
 

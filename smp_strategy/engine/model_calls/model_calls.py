@@ -43,8 +43,8 @@ from smp_strategy.engine.model_calls.model_outputs import (
     with_loss,
 )
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.patching import Patches
 from smp_strategy.model.samples import Samples, find_samples
-from smp_strategy.patching import Patches
 
 __all__ = ["CallOptions", "BackwardPrediction", "ModelCalls"]
 

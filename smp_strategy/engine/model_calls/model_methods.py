@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from smp_strategy.distributed.rng_state import capture, generators_of, restore
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_restored
-from smp_strategy.patching import Patches
 
 __all__ = ["ModelMethods"]
 

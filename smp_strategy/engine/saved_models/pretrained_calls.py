@@ -42,7 +42,7 @@ from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.saved_models import state_folders as folders
 from smp_strategy.engine.saved_models.spread_saving import FileNotes, SpreadModel, write_together
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["PretrainedCalls", "StateDictCalls", "library_of", "pretrained_parts"]
 

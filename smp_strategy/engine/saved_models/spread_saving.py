@@ -30,7 +30,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.saved_models import state_folders as folders
 from smp_strategy.engine.saved_models.shared_states import on_every_rank
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["FileNotes", "SpreadModel", "spread_model", "write_together"]
 

@@ -41,7 +41,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.session import HookBase, Session
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["OWN_FILE", "SavingHooks"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from smp_strategy.engine.async_saves import AsyncSaves
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["KeptCheckpoints"]
 

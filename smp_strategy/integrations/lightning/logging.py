@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from smp_strategy.engine.inspection import is_placed
 from smp_strategy.engine.join_results import StepArgument
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["merge_arguments", "noting", "DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 

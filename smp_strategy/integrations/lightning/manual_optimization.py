@@ -22,7 +22,7 @@ from smp_strategy.engine.optimizer_steps import updating
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["ManualOptimization"]
 

@@ -33,7 +33,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.inspection import is_placed
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["may_be_trained", "trained_value", "MetricUpdates", "metrics_of", "share_value"]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.optimizer_steps import switch_mode
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["switching_together"]
 

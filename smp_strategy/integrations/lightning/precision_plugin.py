@@ -25,7 +25,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.grad_scaler import GradScaler, Unscale
 from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = [
     "for_all_ranks",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
 

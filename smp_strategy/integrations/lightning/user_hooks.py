@@ -25,7 +25,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metrics import share_value
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 __all__ = ["UserHooks", "copies_module", "copies_of"]
 

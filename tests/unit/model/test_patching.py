@@ -2,7 +2,7 @@ import copy
 
 from torch import nn
 
-from smp_strategy.patching import Patches
+from smp_strategy.model.patching import Patches
 
 
 class Named:
