@@ -181,7 +181,7 @@ def fails_later(folder, form):
     kept = Prepared._write_share, state_files.write_weights
     Prepared._write_share = state_files.write_weights = full_disk
     accelerator.save_state(folder)
-    accelerator.smp.background._work.thread.join()
+    accelerator.smp.background._background._work.thread.join()
     Prepared._write_share, state_files.write_weights = kept
     try:
         accelerator.save_state(folder)
