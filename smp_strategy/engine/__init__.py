@@ -20,7 +20,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
 * ``optimizer_steps.py``, ``grad_scaler.py``, ``loss_scale.py``: steps of optimizers, and loss scaling in agreement over
   all ranks, as all doors make them.
-* ``join_results.py``: merging of the results of microbatches.
+* ``join_results.py``, ``own_samples.py``: merging of the results of microbatches; those of a rank's own samples.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
@@ -30,10 +30,12 @@ It is the one place that knows every part of the package. In reading order:
 * ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
 * ``checkpoint_content.py``, ``checkpoint_objects.py``, ``async_saves.py``: checkpoints of one dict, and objects of the
   run in them; saves in the background, and what waits for them.
-* ``tagged_checkpoints.py``: checkpoints by tag, in the form of SageMaker's library.
+* ``tagged_checkpoints.py``, ``portable_parts.py``: checkpoints by tag, in the form of SageMaker's library; parts of
+  state dicts as plain objects.
 * ``model_calls/``: calls of a model by a loop that belongs to the script.
 * ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
-* ``resumable_loader.py``: a pass over a data loader, whose position can be saved and restored.
+* ``resumable_loader.py``, ``rank_generators.py``: a pass over a data loader, whose position can be saved and restored;
+  random generators of all ranks in files.
 * ``data_ranks.py``: gathering and reducing over ranks that read samples of their own.
 * ``main_process_calls.py``: other ranks take part in what only the main process calls.
 * ``first_meeting.py``, ``run_lifecycle.py``, ``crash_report.py``: ranks meet before there is a process group, compare

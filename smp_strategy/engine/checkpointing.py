@@ -29,7 +29,7 @@ from smp_strategy.checkpoint.load import (
     load_optimizer,
     optimizer_key,
 )
-from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.sources import EditedState, WholeState
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.state_dict import (
     gradient_state,
@@ -47,6 +47,7 @@ from smp_strategy.checkpoint.storage.writer import Prepared, ShardedWriter
 from smp_strategy.checkpoint.torch_file import UnfilledState, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = ["SavedState", "promised_to"]
@@ -166,18 +167,18 @@ class SavedState:
                 self._parts.pending.expect_module(source, strict=strict)
             load_module(self._parts.module, source, None, strict=strict, leave_out=expected)
 
-    def load_stored_optimizer(self, source: Source, number: int, optimizer: Optimizer) -> None:
+    def load_stored_optimizer(self, source: Source | Mapping[str, Any], number: int, optimizer: Optimizer) -> None:
         """Load this rank's share of the state of ``optimizer``; before the first step it waits for that.
 
         Args:
-            source: has the state.
+            source: has the state; nested dicts, as hooks may have edited them, or a file of another kind.
             number: of the optimizer there.
             optimizer: takes it.
 
         Raises:
             CheckpointError: it is that of an optimizer for other parameters, or cannot be read.
         """
-        self._load_optimizer(optimizer, source, number, self._names)
+        self._load_optimizer(optimizer, _as_source(source), number, self._names)
 
     def _load_optimizer(
         self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
@@ -189,8 +190,9 @@ class SavedState:
             self._parts.pending.optimizers.pop(optimizer, None)
             load_optimizer(optimizer, source, number, self._parts.local_model.holdings, names)
 
-    def load_stored_gradients(self, source: Source) -> None:
-        """Load accumulated gradients, if ``source`` has any."""
+    def load_stored_gradients(self, given: Source | Mapping[str, Any]) -> None:
+        """Load accumulated gradients, if ``given`` has any."""
+        source = _as_source(given)
         if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.pending.expect_gradients(source)
         else:
@@ -351,6 +353,16 @@ class SavedState:
             with self._parts.views.put_aside():
                 self._parts.local_model.load_state_dict(state_dict, strict=strict)
 
+    def load_edited(self, state_dict: dict[str, Any], *, strict: bool) -> None:
+        """Load a full state dict that hooks may have edited; a rank reads its part of what nobody has read."""
+        assert self._parts.module is not None
+        is_unread = any(isinstance(value, DeferredTensor) for value in state_dict.values())
+        is_delayed = any(lacks_values(parameter) for parameter in self._parts.module.parameters())
+        if is_unread and (self._parts.is_spread or is_delayed):
+            self.load_stored(EditedState({MODULE: state_dict}), strict=strict)
+        else:
+            self.load_state_dict(state_dict, strict=strict)
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict; this rank keeps its part, from the first step on."""
         self._load_optimizer(optimizer, full.numbered(state), 0, full.numbers_of(optimizer))
@@ -371,3 +383,7 @@ class SavedState:
         """Load these counters, to continue the random streams of another run."""
         self._parts.seed, self._parts.num_steps = state["seed"], state["num_steps"]
         self._parts.num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none
+
+
+def _as_source(given: Source | Mapping[str, Any]) -> Source:
+    return EditedState(given) if isinstance(given, Mapping) else given

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from smp_strategy.distributed.deadlock import watch_of
-from smp_strategy.distributed.rng_state import RngState, global_state, packed, set_global_state, unpacked
+from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
 from smp_strategy.distributed.rng_sync import BatchSource, LoaderState
+from smp_strategy.engine.rank_generators import packed, unpacked
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["LoaderPass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]

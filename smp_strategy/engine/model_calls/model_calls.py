@@ -32,7 +32,6 @@ from smp_strategy.engine.model_calls.model_inputs import NAME, ModelInputs, with
 from smp_strategy.engine.model_calls.model_methods import ModelMethods
 from smp_strategy.engine.model_calls.model_outputs import (
     InputGradients,
-    OwnSamples,
     Packed,
     gradients_come_later,
     is_differentiable,
@@ -42,6 +41,7 @@ from smp_strategy.engine.model_calls.model_outputs import (
     replace_loss,
     with_loss,
 )
+from smp_strategy.engine.own_samples import OwnSamples
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.patching import Patches
 from smp_strategy.model.samples import Samples, find_samples

@@ -21,8 +21,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.torch_private import keeps_graph, will_run
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.join_results import merge
@@ -33,7 +31,6 @@ from smp_strategy.model.trace.pytree import flatten_output
 
 __all__ = [
     "OmittedResult",
-    "OwnSamples",
     "Packed",
     "InputGradients",
     "gradients_come_later",
@@ -315,42 +312,3 @@ class _DeferredBackward(torch.autograd.Function):
         retain_graph = keeps_graph()
         of_inputs = ctx.run(gradients, retain_graph=retain_graph)
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))
-
-
-@final
-class OwnSamples:
-    """Results and gradients of this rank's own samples, for ``prescaled_batch=False``.
-
-    Args:
-        mesh: process mesh.
-    """
-
-    def __init__(self, mesh: ProcessMesh) -> None:
-        self._mesh = mesh
-
-    def of(self, result: Any, own: int | None, total: int) -> Any:
-        """Select the results of this rank's samples. Collective over the tensor-parallel group.
-
-        Args:
-            result: result for the samples of all ranks.
-            own: number of samples of this rank; ``None``: unknown, ``result`` is returned unchanged.
-            total: number of samples of all ranks.
-        """
-        if own is None:
-            return result
-        start = self._mesh.tp_rank * own
-        if own * self._mesh.tp != total:  # true on all ranks or on none
-            start = self._mesh.first_sample(own)
-        leaves, structure = flatten_output(result)
-        return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
-
-    def averaged(self, gradient: Tensor) -> Tensor:
-        """Average the gradients of all ranks' losses. Collective over the tensor-parallel group."""
-        summed = gradient.clone()
-        collectives.all_reduce(summed, group=self._mesh.tp_group, doing="gradients of outputs").wait()
-        return summed / self._mesh.tp
-
-
-def _rows(leaf: Any, part: slice, total: int) -> Any:
-    is_per_sample = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == total
-    return leaf[part] if is_per_sample else leaf

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, final
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.async_saves import AsyncSaves
@@ -48,7 +47,6 @@ from smp_strategy.integrations.lightning.kept_checkpoints import KeptCheckpoints
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -279,12 +277,8 @@ class CheckpointHooks:
         assert module is not None
         if engine is not None and not engine.serves(module):
             engine = None
-        is_unread = any(isinstance(value, DeferredTensor) for value in checkpoint["state_dict"].values())
-        is_delayed = any(lacks_values(parameter) for parameter in module.parameters())
-        if engine is not None and is_unread and (engine.is_spread or is_delayed):
-            engine.saved.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
-        elif engine is not None:
-            engine.saved.load_state_dict(checkpoint["state_dict"], strict=strict)
+        if engine is not None:
+            engine.saved.load_edited(checkpoint["state_dict"], strict=strict)
         else:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
@@ -301,7 +295,7 @@ class CheckpointHooks:
             )
         for number, (optimizer, state) in enumerate(zip(self._strategy.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
-                source = EditedState({f"optimizer_{number}": state})
+                source = {f"optimizer_{number}": state}
                 self._engine().saved.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
                 self._engine().saved.load_optimizer_state(unwrap(optimizer), state)

@@ -23,6 +23,7 @@ from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.engine.model_calls.model_outputs import pack
+from smp_strategy.engine.own_samples import own_outputs
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     LocalParts,
@@ -38,7 +39,7 @@ from smp_strategy.integrations.sagemaker.step_function import (
     losses_of_microbatch,
     note_losses,
 )
-from smp_strategy.integrations.sagemaker.step_values import SameBatches, StepInputs, over_microbatches, own_outputs
+from smp_strategy.integrations.sagemaker.step_values import SameBatches, StepInputs, over_microbatches
 
 __all__ = ["DistributedModel", "options_for"]
 

@@ -19,12 +19,6 @@ Step output: a tensor of each microbatch, and ways to join them.
 The result of a function with ``@smp.step`` keeps its structure: tuples, lists, dicts and other containers stay what
 they are, each tensor in them becomes a :class:`StepOutput`, and any other value a list with one item per microbatch.
 A container that differs between microbatches (another length, say) is such a value, too.
-
-Outputs of this rank's own samples, where the ranks of a tensor-parallel group read samples of their own.
-
-With ``prescaled_batch=False`` a step computes the samples of the whole tensor-parallel group, in the order of the ranks
-(:mod:`smp_strategy.tensor_parallel.joint_batch`). Tensors with one entry per sample are cut down to this rank's
-samples, and cut into as many microbatches again. Others, such as losses, belong to the samples of all of these ranks.
 """
 
 import inspect
@@ -39,14 +33,11 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.same_inputs import digest_of
-from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.run_state import RunState
-from smp_strategy.model.samples import find_samples
 from smp_strategy.model.trace.pytree import flatten, flatten_output, is_opened_value
-from smp_strategy.pipeline.microbatch import sizes_of
 
-__all__ = ["StepInputs", "check_names", "SameBatches", "StepOutput", "over_microbatches", "own_outputs"]
+__all__ = ["StepInputs", "check_names", "SameBatches", "StepOutput", "over_microbatches"]
 
 
 class _Place(NamedTuple):
@@ -314,43 +305,3 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _is_size(node: Any) -> bool:
     return type(node) is torch.Size
-
-
-def own_outputs(
-    results: Sequence[Any], sizes: Sequence[int], batch: Any, engine: Engine
-) -> tuple[Sequence[Any], Sequence[int]]:
-    """Results of this rank's samples, for each microbatch, and numbers of these samples. Collective.
-
-    Args:
-        results: result of each microbatch of the joint batch.
-        sizes: number of samples in each of these.
-        batch: what this rank has read.
-        engine: engine of the model.
-    """
-    if engine.config.prescaled_batch or engine.mesh.tp == 1:
-        return results, sizes
-    own = find_samples(batch).number
-    if own is None:
-        return results, sizes
-    start = engine.mesh.first_sample(own)
-    own_sizes = sizes_of(own, len(sizes))
-    if len(own_sizes) != len(sizes):
-        return results, sizes
-    flat = [flatten_output(result) for result in results]
-    if any(structure != flat[0][1] for _, structure in flat):
-        return results, sizes
-    columns = [
-        _own_rows(leaves, sizes, start, own_sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    rows = zip(*columns, strict=True) if columns else [() for _ in results]
-    return [pytree.tree_unflatten(list(row), flat[0][1]) for row in rows], own_sizes
-
-
-def _own_rows(leaves: Sequence[Any], sizes: Sequence[int], start: int, own_sizes: Sequence[int]) -> Sequence[Any]:
-    are_per_sample = all(
-        isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
-        for leaf, size in zip(leaves, sizes, strict=True)
-    )
-    if not are_per_sample:
-        return leaves
-    return torch.cat(list(leaves))[start : start + sum(own_sizes)].split(list(own_sizes))
