@@ -23,7 +23,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.distributed.agreement.topics import NUM_BATCHES
-from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
+from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, generators_of, global_state, restore
 from smp_strategy.errors import SMPError
 
 __all__ = ["BatchSource", "DataReaders", "LoaderState"]
@@ -117,12 +117,12 @@ class DataReaders:
     def __deepcopy__(self, memo: Any) -> "DataReaders":
         return self
 
-    def take_over(self, *generators: torch.Generator) -> None:
-        """Take over the global generators, and ``generators``, of the first rank."""
+    def take_over(self, *generators: torch.Generator, device: torch.device | None = None) -> None:
+        """Take over the global generators, that of ``device`` included, and ``generators``, of the first rank."""
         if len(self.ranks) == 1:
             return
         first = self.ranks[0]
-        every = [torch.default_generator, *generators]
+        every = [*generators_of(device or torch.device("cpu")), *generators]
         state = collectives.tell(capture(every), first, "the beginning of a pass over a data loader", self._group())
         restore(state, every)
 

@@ -10,6 +10,7 @@ It is the one place that knows every part of the package. In reading order:
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
 * ``written_weights.py``: parameters that steps write to, which dry runs put back.
+* ``pretrained.py``: ``from_pretrained`` of Hugging Face under delayed initialisation.
 * ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
 * ``local_model.py``, ``take_holdings.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
   restoring; the making of its shards.

@@ -17,6 +17,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.remote_path import Place, local_path, place_of
+from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.checkpointing import SavedState
 
 __all__ = ["AsyncSaves"]
@@ -108,6 +109,11 @@ class AsyncSaves:
         with self._forgetting():
             self._background.wait()
         self._settle()
+
+    def wait_together(self) -> None:
+        """Wait for the save in flight; if it failed on any rank, raise on all. Collective."""
+        with alike("saving in the background"):
+            self.wait()
 
     def end(self, *, failed: bool) -> None:
         """Wait for the save in flight; later saves are synchronous.

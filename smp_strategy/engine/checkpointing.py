@@ -50,7 +50,13 @@ from smp_strategy.engine.pending_state import PendingOptimizerState
 from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["SavedState", "promised_to"]
+__all__ = ["SavedState", "own_state_dict", "promised_to"]
+
+
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """State dict with the parameters and buffers themselves, which may lack values."""
+    with in_plain_sight():
+        return module.state_dict(keep_vars=True)
 
 
 def promised_to(states: list[UnfilledState]) -> full.Take:
@@ -211,8 +217,7 @@ class SavedState:
         """State dict of the module, to be written to files of whole tensors that no rank has all of. Collective."""
         held = self.held_state(())[MODULE]
         assert self._parts.module is not None
-        with in_plain_sight():
-            return SpreadState(held, self._parts.module.state_dict(keep_vars=True))
+        return SpreadState(held, own_state_dict(self._parts.module))
 
     # In a file that no rank has as a whole
 

@@ -13,15 +13,18 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.failure import is_library, publish_own, shortened
+from smp_strategy.distributed.failure import blame, is_library, publish, publish_own, shortened
+from smp_strategy.distributed.peer_processes import how_it_ended
+from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["chosen", "has_crashed", "keep_short", "shorten"]
+__all__ = ["chosen", "culprit_of", "has_crashed", "keep_short", "publish_end", "shorten"]
 
 # Most frames shown: the outermost ones, and those near the error.
 _NUM_FIRST, _NUM_LAST = 2, 6
@@ -106,6 +109,23 @@ def _cut_causes(error: BaseException) -> None:
 def has_crashed() -> bool:
     """Whether this process is ending by an uncaught error, or by ``sys.exit`` with another code than 0."""
     return hasattr(sys, "last_value") or getattr(sys.exit, "_smp_has_failed", False)
+
+
+def culprit_of(error: Exception) -> Exception:
+    """``error``, or that of the rank that failed first if this rank has only noticed its end; in short."""
+    culprit = blame(error)
+    shorten(culprit)
+    return culprit
+
+
+def publish_end(rank: int, pid: int, code: int) -> str:
+    """Publish, on its behalf, how the process of ``rank`` has ended; returns a sentence about it."""
+    story = how_it_ended(pid, code)
+    if dist.is_initialized():
+        # A connection of its own: the main thread may block on the existing one.
+        with suppress(RuntimeError):
+            publish(default_store().clone(), rank, story)  # type: ignore[attr-defined]
+    return story
 
 
 def _in_a_line(error: BaseException) -> PeerFailedError:

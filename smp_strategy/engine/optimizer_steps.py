@@ -12,9 +12,9 @@ exchange changes all weights by state that is kept for each of them, so ranks do
 that it updates (Defazio et al. 2024).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,17 @@ from torch.optim import Optimizer
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.patching import Patches
 
-__all__ = ["evaluated_first", "evaluated_once", "has_step_hooks", "hooks_around_step", "switch_mode", "updating"]
+__all__ = [
+    "evaluated_first",
+    "evaluated_once",
+    "has_step_hooks",
+    "hooks_around_step",
+    "switch_mode",
+    "switching_together",
+    "updating",
+]
 
 
 @contextmanager
@@ -145,3 +154,21 @@ def switch_mode(
         meet(f"optimizer.{mode}")
     with engine.changing_weights(optimizer):
         return switch()
+
+
+@contextmanager
+def switching_together(engine: Engine, optimizers: Iterable[Sequence[Any]]) -> Iterator[None]:
+    """Context in which ``train`` and ``eval`` of optimizers, called by hooks of the user, take all ranks.
+
+    Args:
+        engine: Engine of the module.
+        optimizers: Each with the wrappers around it.
+    """
+    with Patches() as patches:
+        for optimizer, *wrappers in optimizers:
+            for mode in ("train", "eval"):
+                if callable(method := getattr(optimizer, mode, None)):
+                    switch = wraps(method)(partial(switch_mode, engine, optimizer, mode, method))
+                    for owner in (optimizer, *wrappers):
+                        patches.put(owner, mode, switch)
+        yield

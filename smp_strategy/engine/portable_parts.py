@@ -18,9 +18,9 @@ from smp_strategy.checkpoint.sources import flattened
 from smp_strategy.checkpoint.state_dict import module_state, optimizer_state
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.engine.checkpointing import own_state_dict
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError
-from smp_strategy.model.guarded_tensors import in_plain_sight
 from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["model_part", "optimizer_part", "put_together", "whole_model", "whole_optimizer"]
@@ -35,9 +35,7 @@ def model_part(engine: Engine) -> dict[str, Any]:
         engine.local_model.settle()
         state = module_state(holdings)
         if not holdings.speaks_for_replicas:
-            with in_plain_sight():
-                own = holdings.module.state_dict(keep_vars=True)
-            for name, value in own.items():
+            for name, value in own_state_dict(holdings.module).items():
                 if not isinstance(value, torch.nn.Parameter) and holdings.ownership.saver(name) == holdings.mesh.stage:
                     state[name] = HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
         return {name: _portable(value) for name, value in state.items()}
@@ -52,8 +50,7 @@ def optimizer_part(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 def whole_model(module: nn.Module, entries: Mapping[str, Any]) -> "OrderedDict[str, Any]":
     """State dict of ``module`` with whole ``entries``, in its order."""
-    with in_plain_sight():
-        plain = module.state_dict(keep_vars=True)
+    plain = own_state_dict(module)
     state = OrderedDict((name, entries[name]) for name in plain if name in entries)
     state._metadata = plain._metadata  # type: ignore[attr-defined]
     return state

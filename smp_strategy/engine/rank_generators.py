@@ -8,6 +8,7 @@ with another layout those of the groups.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import generator_of, is_host
-from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
+from smp_strategy.distributed.rng_state import RngState, drawing_from, global_state, set_global_state
 
-__all__ = ["are_equal", "exceptions_to_first", "of_groups", "of_rank", "packed", "set_of_rank", "unpacked"]
+__all__ = ["are_equal", "exceptions_to_first", "of_groups", "of_rank", "packed", "set_of_rank", "undrawn", "unpacked"]
+
+
+def undrawn() -> AbstractContextManager[None]:
+    """Context of code that draws; afterwards the global generators of the host are where they were before."""
+    return drawing_from(global_state())
 
 
 def packed(state: RngState) -> dict[str, Any]:

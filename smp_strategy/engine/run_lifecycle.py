@@ -24,6 +24,7 @@ from smp_strategy.distributed import failure
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.door_words import speak
+from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.first_meeting import init_method
@@ -120,6 +121,8 @@ def ensure_group(
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     carry_host_tensors(device_type)
+    if device_type == "cpu":
+        keep_freed_memory()
 
 
 def begin_run(words: DoorWords) -> None:

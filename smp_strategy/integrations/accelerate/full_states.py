@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.engine.checkpointing import own_state_dict
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.saved_models.shared_states import storage_of
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = [
     "is_optimizer",
@@ -67,8 +67,7 @@ def load_model(
     Raises:
         RuntimeError: names or shapes do not match.
     """
-    with in_plain_sight():
-        own = module.state_dict(keep_vars=True)
+    own = own_state_dict(module)
     state = _with_all_names(own, state)
     if engine is None:
         module.load_state_dict(state, strict=strict)

@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
+from smp_strategy.config.variables import SELECTED, is_selected
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch_options import SELECTED, LaunchOptions, check_processes, is_selected
+from smp_strategy.integrations.accelerate.launch_options import LaunchOptions, check_processes
 
 __all__ = ["patch", "patch_state"]
 

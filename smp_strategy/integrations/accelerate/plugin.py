@@ -28,6 +28,7 @@ from accelerate.state import PartialState
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
 from smp_strategy.engine.crash_report import keep_short
+from smp_strategy.engine.pretrained import set_deferring
 from smp_strategy.engine.run_lifecycle import ensure_group, note_settings
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
@@ -45,7 +46,6 @@ from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
-from smp_strategy.integrations.pretrained import set_deferring
 
 __all__ = ["AcceleratorHooks", "SMPPlugin", "join_group", "taken_over"]
 

@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.async_saves import AsyncSaves
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
@@ -207,8 +206,7 @@ class Session:
     def settle(self) -> None:
         """Wait for asynchronous saves; if one failed on any rank, raise on all. Collective."""
         if self.config.async_save:
-            with alike("saving in the background"):
-                self.background.wait()
+            self.background.wait_together()
 
     def close(self) -> None:
         """Close the engine, if there is one, and drop all process groups; the module stays as it is."""

@@ -13,7 +13,6 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     precision_plugin                loss scaling and clipping over all ranks
     manual_optimization             backward and optimizer calls of the user's step, once per batch
     monitor_callback                SMPMonitor: speed, memory and waiting for loggers; NaN and infinity
-    optimizer_modes                 train and eval of schedule-free optimizers
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
     collectives                     reduce, all_gather, broadcast, barrier
     checkpoint_hooks                save and load

@@ -30,15 +30,14 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
-from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step
+from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step, switching_together
+from smp_strategy.engine.pretrained import deferring
 from smp_strategy.engine.run_lifecycle import leave_at_exit
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
@@ -51,7 +50,6 @@ from smp_strategy.integrations.lightning.launcher import make_launcher, start_ne
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.integrations.lightning.monitor_callback import monitored
-from smp_strategy.integrations.lightning.optimizer_modes import switching_together
 from smp_strategy.integrations.lightning.precision_plugin import (
     for_all_ranks,
     forget_gradients,
@@ -63,7 +61,6 @@ from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopp
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
-from smp_strategy.integrations.pretrained import deferring
 
 __all__ = ["StrategyHooks"]
 
@@ -200,8 +197,6 @@ class StrategyHooks(DelegatingStrategy):
         self.set_world_ranks()
         # No second seeding, unlike Lightning's own strategies: a single process does not seed twice, and its data order
         # is promised. See [Note: data stream].
-        if is_host(self.root_device):
-            keep_freed_memory()
         join_group(self, settings, store)
         self._has_failed = False
         self._checkpoints.begin_processes()

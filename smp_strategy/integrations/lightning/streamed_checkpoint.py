@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from torch.optim import Optimizer
 
-from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.engine.checkpointing import promised_to
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.tree import Tree
@@ -155,7 +154,7 @@ class StreamedSaves:
             and self._is_plain_file(request.path, request.storage_options)
             and not self._is_looked_at(request.trainer)
         )
-        return collectives.tell(is_possible, 0, "the way of a save")
+        return bool(self._strategy.broadcast(is_possible))
 
     def _is_looked_at(self, trainer: Any) -> bool:
         """Whether code of the user may get the dict, or may ask for values in the midst of a save, unseen."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.weight_file import FileRuns
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.variables import is_selected
 from smp_strategy.errors import DamagedError, UnsupportedError
-from smp_strategy.integrations.accelerate.launch_options import is_selected
 from smp_strategy.model.deferred_tensor import ReadRun, defer
 
 __all__ = ["deferring", "patch", "set_deferring"]
