@@ -1,6 +1,6 @@
 """Resumable iteration over data loaders, with random draws synchronised across ranks.
 
-A :class:`~smp_strategy.distributed.rng_sync.LoaderState` controls the draws. To resume in the middle of a pass, a run
+A :class:`~smp_strategy.distributed.rng_sync.DataReaders` controls the draws. To resume in the middle of a pass, a run
 needs the remaining batches in the order of that pass, with the random numbers that would have been drawn for them. Data
 loaders do not know their position. So a pass records the states of all generators at its beginning, and counts batches
 [1]. A resumed pass begins with these generators, so its sampler gives the same order, and is brought to the position in
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
-from smp_strategy.distributed.rng_sync import BatchSource, LoaderState
+from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
 from smp_strategy.engine.rank_generators import packed, unpacked
 from smp_strategy.errors import CheckpointError
 
@@ -41,7 +41,7 @@ _END = object()
 _MAX_JUMPS: Final = 64
 
 
-def follow(loader: DataLoader[Any], reading: LoaderState) -> None:
+def follow(loader: DataLoader[Any], reading: DataReaders) -> None:
     """Let ``loader`` draw as ``reading`` says, from the next pass on."""
     if not isinstance(loader, _FollowingLoader):
         loader.__class__ = _following(type(loader))
@@ -68,7 +68,7 @@ def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
 
 
 class _FollowingLoader(DataLoader[Any]):
-    smp_reading: LoaderState
+    smp_reading: DataReaders
     smp_stock: type[DataLoader[Any]]
     smp_pass: "weakref.ref[LoaderPass] | None" = None  # the iterating code keeps it, and workers with it
 

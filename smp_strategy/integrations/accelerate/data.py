@@ -146,8 +146,7 @@ class _ReplicaStream(DataReaders):
     def begin(self, *generators: torch.Generator) -> None:
         """Start a pass. Collective."""
         self._pass_by()
-        self.take_over(*generators)
-        self.go_on()
+        super().begin(*generators)
 
     @contextmanager
     def draws(self) -> Iterator[None]:

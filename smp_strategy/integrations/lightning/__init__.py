@@ -17,7 +17,6 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     collectives                     reduce, all_gather, broadcast, barrier
     checkpoint_hooks                save and load
     streamed_checkpoint             full checkpoints that no rank has as a whole
-    kept_checkpoints                callbacks and loggers respect saves in the background
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
     launcher, child_processes       start the ranks of a machine, watch and end them
     joining                         ranks meet, compare their settings, and join the process group

@@ -13,10 +13,11 @@ Where no hook looks at them, it collects one tensor at a time (:mod:`.streamed_c
 *Sharded*: tensors stay on their ranks; hooks see each rank's blocks, and all ranks write a directory.
 """
 
+import copy
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
@@ -43,10 +44,10 @@ from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, p
 from smp_strategy.engine.saved_models.shared_states import snapshot
 from smp_strategy.engine.saved_models.spread_saving import spread_model
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
-from smp_strategy.integrations.lightning.kept_checkpoints import KeptCheckpoints
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -397,3 +398,69 @@ def _is_forced_open() -> bool:
 def _last_checkpoints(folder: str, callback: Any, trainer: Any) -> set[str]:
     """Addresses of the last checkpoints of a ModelCheckpoint in ``folder``; its ``_find_last_checkpoints``."""
     return named_in(folder, callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION)
+
+
+@final
+class KeptCheckpoints:
+    """Patches the callbacks and loggers of a run, on the instances, to respect saves in flight.
+
+    Links are replaced atomically: Lightning removes the old one first, and a run that is killed in between has none.
+
+    Args:
+        saves: the checkpoint writer.
+    """
+
+    def __init__(self, saves: AsyncSaves) -> None:
+        self._saves = saves
+        self._callbacks: list[Any] = []
+        self._patches = Patches()
+
+    def install(self, callbacks: Iterable[Any], loggers: Iterable[Any]) -> None:
+        """Replace the methods."""
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
+            self._replace(callback, "_link_checkpoint", self._linking)
+            if self._saves.in_background:
+                self._replace(callback, "file_exists", self._looking)
+        for logger in loggers if self._saves.in_background else ():
+            self._replace(logger, "after_save_checkpoint", self._announcing)
+
+    def remove(self) -> None:
+        """Restore the methods."""
+        self._patches.give_back()
+
+    def _replace(self, owner: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name, None)
+        if callable(original) and name not in vars(owner):
+            self._patches.put(owner, name, stand_in(original))
+
+    def _linking(self, original: Any) -> Any:
+        def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
+            if trainer.is_global_zero:
+                self._saves.link(filepath, linkpath)
+            trainer.strategy.barrier()
+
+        return link
+
+    def _looking(self, original: Any) -> Any:
+        def file_exists(filepath: Any, trainer: Any) -> bool:
+            is_there = trainer.is_global_zero and self._saves.exists(filepath)
+            return bool(trainer.strategy.reduce_boolean_decision(is_there, all=False))
+
+        return file_exists
+
+    def _announcing(self, original: Any) -> Any:
+        def after_save_checkpoint(callback: Any) -> None:
+            now = _as_it_is(next((each for each in self._callbacks if each == callback), callback))
+            self._saves.announce(lambda: original(now))
+
+        return after_save_checkpoint
+
+
+def _as_it_is(callback: Any) -> Any:
+    """A snapshot of a callback, which may describe the next checkpoint by the time the logger reads it."""
+    copied = copy.copy(callback)
+    for name, value in vars(copied).items():
+        if isinstance(value, dict):
+            vars(copied)[name] = dict(value)
+    return copied

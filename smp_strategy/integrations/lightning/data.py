@@ -76,8 +76,7 @@ class DataRngSync(DataReaders):
 
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
-        self.take_over(*generators)
-        self.go_on()
+        super().begin(*generators)
         self._state = global_state()
 
     def state(self) -> RngState:
@@ -108,9 +107,6 @@ class DataRngSync(DataReaders):
         if tensor is not None and read is not None:
             self._arrived.append((weakref.ref(tensor), read))
         return batch, read
-
-    def ended(self) -> None:
-        """Nothing to do: Lightning knows the end."""
 
     def read_of(self, batch: Any) -> BatchSource | None:
         """The source of ``batch``, or ``None`` if no loader made it or it has no tensor."""

@@ -23,8 +23,7 @@ from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.engine.model_calls.model_outputs import pack
-from smp_strategy.engine.own_samples import own_outputs
-from smp_strategy.engine.same_batches import SameBatches
+from smp_strategy.engine.own_samples import SameBatches, own_outputs
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     LocalParts,

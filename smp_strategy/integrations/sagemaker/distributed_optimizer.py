@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.engine.optimizer_steps import evaluated_first, updating
@@ -238,13 +239,5 @@ def _rules(given: Mapping[str, Any]) -> ScalingRules:
         raise ConfigError(
             f"`dynamic_loss_args` got unknown entries: {', '.join(unknown)}. Known are: {', '.join(_RULES)}."
         )
-    rules = {**_RULES, **given}
-    return ScalingRules(
-        init_scale=float(rules["init_scale"]),
-        growth_factor=float(rules["scale_factor"]),
-        backoff_factor=1 / float(rules["scale_factor"]),
-        window=int(rules["scale_window"]),
-        min_scale=float(rules["min_scale"]),
-        delayed_shift=int(rules["delayed_shift"]),
-        consecutive_hysteresis=bool(rules["consecutive_hysteresis"]),
-    )
+    rules = {name: type(default)(given.get(name, default)) for name, default in _RULES.items()}
+    return ScalingRules.of(PrecisionOptions(**rules))
