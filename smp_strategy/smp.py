@@ -49,6 +49,7 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     get_tp_group,
     get_tp_process_group,
     get_world_process_group,
+    load,
     local_rank,
     local_size,
     mp_barrier,
@@ -60,12 +61,12 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     rdp_rank,
     rdp_size,
     recv_from,
+    save,
     send,
     size,
     tp_rank,
     tp_size,
 )
-from smp_strategy.integrations.sagemaker.rank_files import load, save
 from smp_strategy.integrations.sagemaker.run_state import is_initialized, state
 from smp_strategy.integrations.sagemaker.step_function import is_tracing, step
 from smp_strategy.integrations.sagemaker.step_values import StepOutput

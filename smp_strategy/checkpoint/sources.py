@@ -21,7 +21,6 @@ from smp_strategy.model.deferred_tensor import DeferredTensor, defer
 __all__ = [
     "EditedState",
     "WholeState",
-    "WithoutState",
     "flattened",
     "Readable",
     "put",
@@ -128,38 +127,6 @@ class EditedState:
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
         """Objects by their names."""
         return self._whole.read_objects(names)
-
-
-@final
-class WithoutState:
-    """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` without state of optimizers, except the
-    options of their groups."""
-
-    def __init__(self, stored: Source) -> None:
-        self._stored = stored
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """All tensors but those of optimizers."""
-        return {name: each for name, each in self._stored.tensors.items() if not _is_state(name)}
-
-    @property
-    def objects(self) -> list[str]:
-        """Names of everything else."""
-        return [name for name in self._stored.objects if not _is_state(name)]
-
-    def fill(self, wanted: Mapping[str, Any]) -> None:
-        """Copy values to this rank's rectangles."""
-        self._stored.fill(wanted)
-
-    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
-        """Objects by their names."""
-        return self._stored.read_objects(names)
-
-
-def _is_state(name: str) -> bool:
-    first, second = [*name.split(".", 2), ""][:2]
-    return first.startswith("optimizer_") and second == "state"
 
 
 class Readable(Source, Protocol):

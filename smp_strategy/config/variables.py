@@ -38,16 +38,7 @@ NOT_OPTIONS: Final = frozenset(
 )
 SELECTED: Final = "ACCELERATE_USE_SMP"
 """Variable with which `accelerate launch` selects this package."""
-_WORDS: Final = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
+_WORDS: Final = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 # Options of a single integration, which reads them itself.
 DOOR_OPTIONS: Final = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 # Variables of SageMaker's library about transfers between its devices.

@@ -173,23 +173,26 @@ class SavedState:
                 self._parts.pending.expect_module(source, strict=strict)
             load_module(self._parts.module, source, None, strict=strict, leave_out=expected)
 
-    def load_stored_optimizer(self, source: Source | Mapping[str, Any], number: int, optimizer: Optimizer) -> None:
+    def load_stored_optimizer(
+        self, source: Source | Mapping[str, Any], number: int, optimizer: Optimizer, *, with_state: bool = True
+    ) -> None:
         """Load this rank's share of the state of ``optimizer``; before the first step it waits for that.
 
         Args:
             source: has the state; nested dicts, as hooks may have edited them, or a file of another kind.
             number: of the optimizer there.
             optimizer: takes it.
+            with_state: whether more is loaded than the options of its groups; otherwise the rest is reset.
 
         Raises:
             CheckpointError: it is that of an optimizer for other parameters, or cannot be read.
         """
-        self._load_optimizer(optimizer, _as_source(source), number, self._names)
+        load_groups(optimizer, found := _as_source(source), number, self._names)
+        self._load_optimizer(optimizer, found if with_state else WholeState({}), number, self._names)
 
     def _load_optimizer(
         self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
     ) -> None:
-        load_groups(optimizer, source, number, names)
         if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.pending.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
@@ -370,7 +373,9 @@ class SavedState:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict; this rank keeps its part, from the first step on."""
-        self._load_optimizer(optimizer, full.numbered(state), 0, full.numbers_of(optimizer))
+        source, names = full.numbered(state), full.numbers_of(optimizer)
+        load_groups(optimizer, source, 0, names)
+        self._load_optimizer(optimizer, source, 0, names)
 
     def load_gradients(self, state: Mapping[str, Tensor]) -> None:
         """Load full accumulated gradients; this rank keeps its part."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.distributed.rendezvous import meet
@@ -32,8 +32,15 @@ __all__ = [
     "hooks_around_step",
     "switch_mode",
     "switching_together",
+    "trains",
     "updating",
 ]
+
+
+def trains(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether ``optimizer`` has parameters of ``module``."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
 
 @contextmanager

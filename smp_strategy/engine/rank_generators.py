@@ -70,17 +70,14 @@ def set_of_rank(state: Mapping[str, Any], device: torch.device) -> None:
 def of_groups(
     state: Any, more: Any, groups: Sequence[Sequence[int]], doing: str, *, on_first: bool = False
 ) -> tuple[list[Any], list[Any], dict[int, Any]]:
-    """States of all ranks. Collective.
+    """States of the first rank of each group, what it has ``more``, and states of others that differ. Collective.
 
     Args:
         state: State of this rank.
-        more: What a file has beside it, for a group of ranks.
+        more: What a file has beside it, for a group.
         groups: Ranks that draw alike.
         doing: Purpose, for messages.
         on_first: Whether only global rank 0 gets the result; elsewhere all of it is empty.
-
-    Returns:
-        State of the first rank of each group, what it has ``more``, and the states of others that differ from it.
     """
     mine = state, more
     found = collectives.collect(mine, 0, doing) if on_first else collectives.gather_objects(mine, doing)

@@ -21,7 +21,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.sources import WholeState, WithoutState
+from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
@@ -161,8 +161,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         rest = stored.rest()
         engine.saved.load_stored(stored, strict=strict)
         for number, each in enumerate(optimizers if load_optimizer else ()):
-            source = stored if load_sharded_optimizer_state else WithoutState(stored)
-            engine.saved.load_stored_optimizer(source, number, each)
+            engine.saved.load_stored_optimizer(stored, number, each, with_state=load_sharded_optimizer_state)
         _load_counters(engine, rest, scales=load_optimizer)
         return rest.get(_CONTENT)
 

@@ -6,8 +6,7 @@ Reading order::
     own_options.py                        options that only scripts with Accelerate have
     plugin.py                             SMPPlugin, which adds the hooks to an Accelerator under construction
     validation.py                         errors about unsupported options, models and optimizers
-    compared_settings.py                  settings that all ranks must have alike
-    session.py                            Session, the state that all hooks share; HookBase
+    session.py                            Session, the state that all hooks share; HookBase; compared settings
     training.py                           prepare, clipping, unscaling, free_memory, end_training
     optimizer.py, no_sync.py              optimizer and scheduler wrappers; gradient accumulation
     data.py                               loaders: sharded over replicas, same batches within a replica

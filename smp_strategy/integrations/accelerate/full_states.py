@@ -18,11 +18,9 @@ from smp_strategy.integrations.accelerate.optimizer import unwrapped
 
 __all__ = [
     "is_optimizer",
-    "is_trained_by",
     "leave_file",
     "load_model",
     "path_in",
-    "storage_of",
 ]
 
 
@@ -34,12 +32,6 @@ def path_in(root: nn.Module, module: nn.Module) -> str | None:
 def is_optimizer(candidate: Any) -> bool:
     """Whether ``candidate`` is an optimizer, the user's or Accelerate's wrapper."""
     return isinstance(unwrapped([candidate])[0], Optimizer)
-
-
-def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
-    """Whether ``optimizer`` has parameters of ``root``."""
-    members = {id(parameter) for parameter in root.parameters()}
-    return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
 
 
 def leave_file(optimizer: Any) -> None:

@@ -32,7 +32,6 @@ from smp_strategy.engine.pretrained import set_deferring
 from smp_strategy.engine.run_lifecycle import ensure_group, note_settings
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
-from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin
 from smp_strategy.integrations.accelerate.data import LoaderHooks
 from smp_strategy.integrations.accelerate.launch import patch_state
 from smp_strategy.integrations.accelerate.own_options import (
@@ -43,7 +42,7 @@ from smp_strategy.integrations.accelerate.own_options import (
     take_own,
 )
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
-from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.session import Session, settings_of_plugin
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
 

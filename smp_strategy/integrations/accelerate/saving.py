@@ -23,6 +23,7 @@ from torch import nn
 
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.optimizer_steps import trains
 from smp_strategy.engine.saved_models import state_folders as folders
 from smp_strategy.engine.saved_models.pretrained_calls import (
     PretrainedCalls,
@@ -344,7 +345,7 @@ class SavingHooks(HookBase):
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """Return the engine of the module that ``optimizer`` trains; ``None`` if that module is whole."""
-        if self.smp.calls is None or not full_states.is_trained_by(self.smp.calls.model, optimizer):
+        if self.smp.calls is None or not trains(optimizer, self.smp.calls.model):
             return None
         return self.smp.engine
 

@@ -22,12 +22,12 @@ from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_
 from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.engine.model_calls.lent_weights import LentWeights
 from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
+from smp_strategy.engine.optimizer_steps import trains
 from smp_strategy.engine.run_lifecycle import leave_at_exit, note_settings
-from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
-from smp_strategy.integrations.accelerate.session import HookBase, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session, settings_of_accelerator
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
     refuse_compiled,
@@ -67,7 +67,7 @@ class PreparedModel:
         self._coming = list(optimizers)
         known = [*prepared, *optimizers]
         wanting = [model for model in models if not self.may_stay_whole(model, prepared)]
-        trained = [model for model in wanting if _is_trained_by(known, model)]
+        trained = [model for model in wanting if any(trains(each, model) for each in known)]
         for candidates in (trained, wanting):
             if len(candidates) == 1:
                 self.chosen = candidates[0]
@@ -83,18 +83,11 @@ class PreparedModel:
             return True
         known = [*prepared, *self._coming]
         is_evaluated = any(model is each for each in self._evaluated)
-        return is_evaluated or (not model.training and not _is_trained_by(known, model))
+        return is_evaluated or (not model.training and not any(trains(each, model) for each in known))
 
     def other_of(self, optimizer: Optimizer) -> nn.Module | None:
         """Return one of :attr:`others` that ``optimizer`` trains, if any."""
-        return next((model for model in self.others if _is_trained_by([optimizer], model)), None)
-
-
-def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(
-        id(each) in own for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-    )
+        return next((model for model in self.others if trains(optimizer, model)), None)
 
 
 class TrainingHooks(HookBase):

@@ -247,16 +247,12 @@ class CheckpointHooks:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Read a checkpoint of either form. Tensors of a directory are read lazily, at their first use.
+        """Read a checkpoint; see :func:`~smp_strategy.engine.checkpoint_content.read_checkpoint`.
 
         Args:
             checkpoint_path: file, directory or URL.
-            weights_only: whether only tensors and plain values are allowed, so that no file can run code;
-                ``None``: the value of the option ``checkpoint_weights_only``.
+            weights_only: ``None``: the value of the option ``checkpoint_weights_only``.
             plain: Lightning's own ``load_checkpoint``.
-
-        Raises:
-            CheckpointError: it is damaged, or contains objects that are not allowed.
         """
         if self._saves is not None:
             self._saves.wait()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.loss_scale import ScalingRules
-from smp_strategy.engine.optimizer_steps import evaluated_first, updating
+from smp_strategy.engine.optimizer_steps import evaluated_first, trains, updating
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     full_optimizer_state,
@@ -224,9 +224,8 @@ class DistributedOptimizer(Optimizer):
 def _model_of(optimizer: Optimizer, run: RunState) -> "DistributedModel":
     if isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("The optimizer is a `smp.DistributedOptimizer` already. Wrap it once.")
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for model in run.models:
-        if any(id(parameter) in trained for parameter in model.module.parameters()):
+        if trains(optimizer, model.module):
             return model
     raise ConfigError(
         f"{type(optimizer).__name__} has no parameters of a wrapped model. Wrap the model first (`model = "

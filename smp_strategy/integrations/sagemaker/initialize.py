@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
 from smp_strategy.engine.crash_report import keep_short
+from smp_strategy.engine.optimizer_steps import trains
 from smp_strategy.engine.run_lifecycle import begin_run, ensure_group, note_settings, of_options, of_process, shown
 from smp_strategy.errors import ConfigError, DoorWords, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
@@ -167,9 +168,8 @@ def _refuse_unwrapped(run: RunState) -> Callable[[], None]:
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if run.shape.world_size == 1 or any(optimizer in (each, each.optimizer) for each in run.optimizers):
             return
-        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for model in run.models:
-            if model.partitioned and any(id(each) in trained for each in model.module.parameters()):
+            if model.partitioned and trains(optimizer, model.module):
                 name = type(optimizer).__name__
                 raise UnsupportedError(
                     f"{name} steps without being wrapped, but its gradients are not final and its parameters are "
