@@ -110,10 +110,14 @@ class GradScaler:
         """Whether the gradients of ``optimizer`` are unscaled already, for a step that is not over."""
         return optimizer in self._found
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(...)`` unless gradients have overflowed. Unscales them first if necessary."""
+    def ensure_unscaled(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of ``optimizer``, unless they are unscaled already. Collective over all ranks."""
         if not self.has_unscaled(optimizer):
             self.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(...)`` unless gradients have overflowed. Unscales them first if necessary."""
+        self.ensure_unscaled(optimizer)
         self._latest[optimizer] = self._found[optimizer]
         self._stepped.add(optimizer)
         return None if self.has_skipped(optimizer) else optimizer.step(*args, **kwargs)

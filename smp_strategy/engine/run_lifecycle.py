@@ -110,11 +110,7 @@ def ensure_group(
 ) -> None:
     """Make the default process group if there is none. It carries tensors of the host in any case.
 
-    Args:
-        device_type: Type of the devices that ranks compute on.
-        backend: Backend of a new group.
-        timeout: Timeout of a new group; ``None``: the backend's.
-        is_launched: Whether a launcher has said which rank this is; otherwise it is the only one.
+    Without a launcher, which says which rank this is, this rank is the only one.
     """
     if not dist.is_initialized() and is_launched:
         dist.init_process_group(backend, init_method=init_method(), timeout=timeout)

@@ -7,13 +7,16 @@ files are moved in one by one; a reader that comes in between detects that by th
 """
 
 import os
+import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import verified_reads
@@ -22,6 +25,7 @@ from smp_strategy.checkpoint.storage.manifest import FILE_NAME, FORMAT, Manifest
 from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_entries
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.remote_path import local_path
+from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
 from smp_strategy.checkpoint.storage.verify import previous
 from smp_strategy.errors import CheckpointError, ConfigError
 
@@ -37,6 +41,7 @@ __all__ = [
     "newest",
     "number_of",
     "numbered",
+    "reading",
     "remove",
     "save_file",
     "stored",
@@ -137,11 +142,7 @@ def begin(target: Path) -> Path:
 
 
 def to_write(given: Any) -> Path:
-    """The folder that ``given`` names, which must not be an address.
-
-    Raises:
-        CheckpointError: it is an address.
-    """
+    """The folder that ``given`` names; an address is an error."""
     return local_path(given)
 
 
@@ -196,6 +197,25 @@ def stored(folder: Path) -> CheckpointReader:
     found = CheckpointReader.open(folder / SHARDED)
     found.rest()  # empty, but reading it reports damage
     return found
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context that reads ``path`` by a library, with plain values and no code.
+
+    Raises:
+        CheckpointError: a file is damaged, or names code that would have to be run.
+    """
+    try:
+        with allowing_plain_values():
+            yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} {load_failure(error)} Load another "
+            'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'
+        ) from error
+    except (EOFError, SafetensorError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
 
 
 def save_file(state: Any, path: Path) -> None:

@@ -32,10 +32,10 @@ from accelerate.utils import load
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.saved_models.state_folders import save_file
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.integrations.accelerate import state_files
 from smp_strategy.integrations.accelerate.full_states import leave_file
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE
@@ -216,7 +216,7 @@ class SMPTrainer(Trainer):
         of_optimizer, of_scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
         if of_optimizer.is_file() and of_scheduler.is_file():
             # Mapped into host memory: this rank reads its shard only.
-            state = load_file(of_optimizer, weights_only=True)
+            state = state_files.mapped(of_optimizer)
             self.accelerator.load_optimizer_state_dict(self.optimizer, state)
             leave_file(unwrapped([self.optimizer])[0])
             scheduler: Any = self.lr_scheduler

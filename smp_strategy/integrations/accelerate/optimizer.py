@@ -60,8 +60,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         engine = self.smp.engine
         with engine.views.put_aside():
             engine.reduce_gradients()
-            if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
-                self.scaler.unscale_(self.optimizer)
+            if self.scaler is not None:
+                self.scaler.ensure_unscaled(self.optimizer)
             monitor = engine.inspection.monitor
             if self.scaler is None and monitor is not None and monitor.searches:
                 self._is_overflow = engine.unscale(self.optimizer, 1.0).has_overflowed

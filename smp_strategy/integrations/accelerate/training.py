@@ -280,8 +280,7 @@ class TrainingHooks(HookBase):
         self.smp.engine.reduce_gradients()
         given = self._optimizers if optimizer is None else optimizer
         for each in unwrapped(given if isinstance(given, (tuple, list)) else [given]):
-            if not self.smp.scaler.has_unscaled(each):
-                self.smp.scaler.unscale_(each)
+            self.smp.scaler.ensure_unscaled(each)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0

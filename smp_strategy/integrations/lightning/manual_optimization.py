@@ -188,9 +188,8 @@ class ManualOptimization:
         @functools.wraps(method)
         def clip(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self.reduce(optimizer)
-            bare = getattr(optimizer, "_optimizer", optimizer)
-            if self._scaler is not None and not self._scaler.has_unscaled(bare):
-                self._scaler.unscale_(bare)
+            if self._scaler is not None:
+                self._scaler.ensure_unscaled(getattr(optimizer, "_optimizer", optimizer))
             return method(optimizer, *args, **kwargs)
 
         return clip

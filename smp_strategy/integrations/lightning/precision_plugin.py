@@ -107,8 +107,7 @@ def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
     def optimizer_step(self: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Backward, unscale, hooks and clipping, then the step unless gradients have overflowed."""
         result = closure()
-        if not scaler.has_unscaled(optimizer):  # by `clip_gradients`, under manual optimization
-            scaler.unscale_(optimizer)
+        scaler.ensure_unscaled(optimizer)  # under manual optimization `clip_gradients` may have done so
         self._after_closure(model, optimizer)
         scaler.step(optimizer, closure=lambda: result, **kwargs)
         scaler.update()

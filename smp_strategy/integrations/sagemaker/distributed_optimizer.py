@@ -116,8 +116,8 @@ class DistributedOptimizer(Optimizer):
         engine = self.model.engine
         with engine.views.put_aside():
             engine.reduce_gradients()
-            if self._scaler is not None and not self._scaler.has_unscaled(self.optimizer):
-                self._scaler.unscale_(self.optimizer)
+            if self._scaler is not None:
+                self._scaler.ensure_unscaled(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients have overflowed. Collective."""
