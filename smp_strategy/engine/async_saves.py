@@ -58,15 +58,7 @@ class AsyncSaves:
     def save_sharded(
         self, saved: SavedState, path: Target, state: Mapping[str, Any], *, rest: Mapping[str, Any], note: Any
     ) -> None:
-        """Write a directory. Collective.
-
-        Args:
-            saved: state of the engine.
-            path: the directory, or its address.
-            state: this rank's part, see :meth:`~smp_strategy.engine.checkpointing.SavedState.held_state`.
-            rest: everything else, written by global rank 0; it must not change any more.
-            note: information for people and tools, in the manifest.
-        """
+        """Write a directory; ``rest``, which global rank 0 writes, must not change any more. Collective."""
         self.wait()
         place, prepared = place_of(path), saved.prepared(state, copy=self.in_background)
         self.save(place, lambda: prepared.write(place, rest=rest, note=note))

@@ -62,9 +62,8 @@ def read_checkpoint(
 
     Args:
         path: file, directory or address, the same on all ranks.
-        plain: reads a file that this package does not read itself.
+        plain: reads addresses, and other files unless they are ours (``is_ours``).
         weights_only: whether only tensors and plain values are allowed, so that no file can run code.
-        is_ours: whether this package reads files on a disk itself.
         verifies: whether this rank reads all of a file, for the others of its node.
 
     Raises:

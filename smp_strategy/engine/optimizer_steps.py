@@ -63,10 +63,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def hooks_around_step(engine: Engine, optimizer: Optimizer, *, in_sight: bool = True) -> Iterator[None]:
     """Context of a step of ``optimizer``, whose hooks run before and after it, if ranks divide the parameters.
 
-    Args:
-        engine: Engine of the module.
-        optimizer: Optimizer with the hooks.
-        in_sight: Whether hooks can see all weights now; otherwise they run inside of the step as usual.
+    Unless hooks can see all weights now (``in_sight``) they run inside of the step as usual.
     """
     if not in_sight or not engine.inspection.divides_updates or not has_step_hooks(optimizer):
         yield
@@ -147,12 +144,7 @@ def switch_mode(
 ) -> Any:
     """Switch ``optimizer`` to training weights, or to averaged ones. Collective if that changes weights.
 
-    Args:
-        engine: Engine of the module; ``None``: there is none yet.
-        optimizer: Optimizer with the method ``mode``.
-        mode: ``train`` or ``eval``.
-        switch: That method.
-        together: Makes a context in which ranks meet.
+    ``switch`` is the method ``mode``, which is ``train`` or ``eval``; ``together`` makes a context in which ranks meet.
     """
     wanted = {group.get("train_mode", mode != "train") for group in optimizer.param_groups}
     if engine is None or not callable(getattr(optimizer, mode, None)) or wanted == {mode == "train"}:
@@ -167,9 +159,7 @@ def switch_mode(
 def switching_together(engine: Engine, optimizers: Iterable[Sequence[Any]]) -> Iterator[None]:
     """Context in which ``train`` and ``eval`` of optimizers, called by hooks of the user, take all ranks.
 
-    Args:
-        engine: Engine of the module.
-        optimizers: Each with the wrappers around it.
+    Each of ``optimizers`` has the wrappers around it behind it.
     """
     with Patches() as patches:
         for optimizer, *wrappers in optimizers:

@@ -21,7 +21,7 @@ MOST = {
     "function and dispatch modes": 13,
     "kinds of threads": 9,  # goal: 5
     "recursive walks of containers": 39,  # goal: 15
-    "imports of doors past the engine": 29,  # goal: 0
+    "imports of doors past the engine": 27,  # goal: 0
 }
 
 

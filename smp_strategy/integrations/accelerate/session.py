@@ -189,12 +189,12 @@ class Session:
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that read samples of their own; scripts see this as the number of processes."""
-        return self.shape.dp * (1 if self.config.prescaled_batch else self.shape.tp)
+        return self._reader_of(self.rank)[0]
 
     @property
     def data_rank(self) -> int:
         """Index of the data rank whose samples this rank reads."""
-        return self._data_rank_of(self.rank)
+        return self._reader_of(self.rank)[1]
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -205,13 +205,11 @@ class Session:
         """Global ranks that read the same samples, for each data rank; the first of each pipeline comes first."""
         found: list[list[int]] = [[] for _ in range(self.num_data_ranks)]
         for rank in range(self.shape.world_size):
-            found[self._data_rank_of(rank)].append(rank)
+            found[self._reader_of(rank)[1]].append(rank)
         return found
 
-    def _data_rank_of(self, rank: int) -> int:
-        here = self.shape.coordinates(rank)
-        dp_rank = here["dp_replicate"] * self.shape.dp_shard + here["dp_shard"]
-        return dp_rank if self.config.prescaled_batch else dp_rank * self.shape.tp + here["tp"]
+    def _reader_of(self, rank: int) -> tuple[int, int]:
+        return self.shape.reader_of(rank, is_joint=self.config.prescaled_batch)
 
     def _report(self, text: str) -> None:
         if self.rank == 0:

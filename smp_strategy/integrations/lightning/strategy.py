@@ -423,9 +423,8 @@ class StrategyHooks(DelegatingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Divide samples among replicas; with ``prescaled_batch=False`` also among tensor-parallel ranks."""
         mesh = self.engine.mesh
-        if self._is_joint:
-            return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
-        return {"num_replicas": mesh.dp * mesh.tp, "rank": mesh.dp_rank * mesh.tp + mesh.tp_rank}
+        number, rank = mesh.shape.reader_of(mesh.rank, is_joint=self._is_joint)
+        return {"num_replicas": number, "rank": rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Synchronise the random draws of a replica's ranks. See [Note: data stream]."""
