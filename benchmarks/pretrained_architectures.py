@@ -26,10 +26,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from smp_strategy.engine import pretrained
 from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.pretrained import deferring
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations import pretrained
-from smp_strategy.integrations.pretrained import deferring
 from smp_strategy.model.deferred_tensor import DeferredTensor, ReadRun
 from tests.parity.huggingface.architecture import Architecture
 from tests.parity.huggingface.table import ARCHITECTURES

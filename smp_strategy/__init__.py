@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook as hierarchical_allreduce_hook
     from smp_strategy.engine.engine import Engine as Engine
     from smp_strategy.engine.offline_planning import plan_partition as plan_partition
+    from smp_strategy.engine.tagged_checkpoints import resume_from_checkpoint as resume_from_checkpoint
+    from smp_strategy.engine.tagged_checkpoints import save_checkpoint as save_checkpoint
     from smp_strategy.errors import CheckpointError as CheckpointError
     from smp_strategy.errors import ConfigError as ConfigError
     from smp_strategy.errors import PeerFailedError as PeerFailedError
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.integrations.lightning.monitor_callback import MonitorHooks as SMPMonitor
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
-    from smp_strategy.integrations.sagemaker.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
-    from smp_strategy.integrations.sagemaker.checkpoint_calls import save_checkpoint as save_checkpoint
     from smp_strategy.model.annotations import partition as partition
     from smp_strategy.model.annotations import set_partition as set_partition
     from smp_strategy.model.trace.device_model import Machine as Machine
@@ -85,8 +85,8 @@ _HOME = {
     "hierarchical_allreduce_hook": "smp_strategy.data_parallel.ddp_comm_hook",
     "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
-    "resume_from_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
-    "save_checkpoint": "smp_strategy.integrations.sagemaker.checkpoint_calls",
+    "resume_from_checkpoint": "smp_strategy.engine.tagged_checkpoints",
+    "save_checkpoint": "smp_strategy.engine.tagged_checkpoints",
     "set_activation_checkpointing": "smp_strategy.activations.selection",
     "set_partition": "smp_strategy.model.annotations",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",

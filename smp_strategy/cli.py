@@ -218,7 +218,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--show", type=_count, default=8, metavar="N", help="layouts that are planned in full (default: 8)"
     )
-    parser.set_defaults(run="integrations.plan_command")
+    parser.set_defaults(run="engine.plan_command")
 
 
 def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -228,7 +228,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--layout", required=True, metavar="RECIPE", help="pp4_tp2_sdp8_mb16, for example; replicas fill the rest"
     )
     parser.add_argument("--recompute", action="store_true", help="units compute their activations again")
-    parser.set_defaults(run="integrations.plan_command")
+    parser.set_defaults(run="engine.plan_command")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 __all__ = [
     "FAILURES",
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DamagedError",
+    "DoorWords",
     "PeerFailedError",
     "SMPError",
     "UnsupportedError",
@@ -203,3 +205,35 @@ def cause_of(error: BaseException, path: Path | None = None) -> str:
 
 def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DoorWords:
+    """Calls of the door that the user came through, as parts of sentences; by default those of either door."""
+
+    in_hook: str = "in a hook of Lightning or in `accelerator.smp.with_weights(lambda: ...)` on all ranks"
+    """Where code sees all weights and gradients."""
+    first_pass: str = "before training"
+    """Where the model is whole and can be called before training."""
+    save_model: str = "`trainer.save_checkpoint`, `model.save_pretrained` or `accelerator.get_state_dict(model)`"
+    """Call that saves all weights."""
+    save_all: str = "`trainer.save_checkpoint` or `accelerator.save_state`"
+    """Call that saves weights and optimizers."""
+    whole_state: str = ", or `state_dict()` of the optimizer that `accelerator.prepare` has returned"
+    """Further way to the whole state of an optimizer, with a comma before it; may be empty."""
+    on_one: str = "if trainer.is_global_zero: "
+    """Condition that is true on one rank only."""
+    on_one_saves: str = (
+        "`if trainer.is_global_zero: trainer.save_checkpoint(...)` or "
+        "`if accelerator.is_main_process: accelerator.save_state()`"
+    )
+    """Mistake of saving on one rank."""
+    tell: str = "`self.log` or `self.print`, or `accelerator.log` or `accelerator.print`"
+    """Calls that log or print on one rank."""
+    clip: str = "`gradient_clip_val`, or `accelerator.clip_grad_norm_`"
+    """Ways to clip gradients by their norm."""
+    average: str = '`self.log(..., sync_dist=True)`, or `accelerator.reduce(value, "mean")`'
+    """Ways to average a value over all ranks."""
+    end_of_run: str = "`trainer.fit` or `accelerator.end_training()`"
+    """Call that ends a run."""

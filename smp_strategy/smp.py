@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from smp_strategy.activations.submodules import checkpoint_sequential
+from smp_strategy.engine.tagged_checkpoints import resume_from_checkpoint, save_checkpoint
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
-from smp_strategy.integrations.sagemaker.checkpoint_calls import load, resume_from_checkpoint, save, save_checkpoint
 from smp_strategy.integrations.sagemaker.creation import (
     checkpoint,
     delay_param_initialization,
@@ -49,6 +49,7 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     get_tp_group,
     get_tp_process_group,
     get_world_process_group,
+    load,
     local_rank,
     local_size,
     mp_barrier,
@@ -60,6 +61,7 @@ from smp_strategy.integrations.sagemaker.rank_calls import (
     rdp_rank,
     rdp_size,
     recv_from,
+    save,
     send,
     size,
     tp_rank,

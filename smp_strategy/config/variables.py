@@ -20,7 +20,9 @@ __all__ = [
     "ALIASES",
     "DOOR_OPTIONS",
     "ENV_PREFIX",
+    "SELECTED",
     "canonical",
+    "is_selected",
     "note_on_others",
     "options_in",
     "resolve_aliases",
@@ -34,6 +36,9 @@ ALIASES: Final = {"partitions": "pipeline_parallel_degree", "report": "smp_repor
 NOT_OPTIONS: Final = frozenset(
     {"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER", "SMP_PROFILE"}
 )
+SELECTED: Final = "ACCELERATE_USE_SMP"
+"""Variable with which `accelerate launch` selects this package."""
+_WORDS: Final = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 # Options of a single integration, which reads them itself.
 DOOR_OPTIONS: Final = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 # Variables of SageMaker's library about transfers between its devices.
@@ -189,3 +194,15 @@ def _nearest(variable: str, hints: Iterable[str]) -> str | None:
     known += [name.removeprefix(ENV_PREFIX) for name in NOT_OPTIONS]
     near = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX).upper(), known, n=1, cutoff=_NEAR)
     return ENV_PREFIX + near[0] if near else None
+
+
+def is_selected(environ: Mapping[str, str]) -> bool | None:
+    """Value of ``ACCELERATE_USE_SMP``; ``None`` if it is not set.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    text = environ.get(SELECTED, "").strip().lower()
+    if text and text not in _WORDS:
+        raise ConfigError(f"{SELECTED} must be true or false, but is {environ[SELECTED]!r}.")
+    return _WORDS.get(text)

@@ -12,6 +12,7 @@ have the parts; of parameters that are equal on these ranks the norm of the firs
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,24 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.torch_private import unscale_
 from smp_strategy.model.parameter_parts import ParameterParts
 from smp_strategy.precision.dtypes import gradient_dtype
-from smp_strategy.precision.grad_scaler import UnscaleResult
 
-__all__ = ["global_norm", "agreed", "unscale_gradients"]
+__all__ = ["UnscaleResult", "agreed", "global_norm", "unscale_gradients"]
 
 
 _NORM = "the norm of gradients"
+
+
+class UnscaleResult(Enum):
+    """Finding of all ranks together about the gradients of an optimizer."""
+
+    NOTHING = "no gradient"
+    FINITE = "finite gradients only"
+    OVERFLOW = "a gradient that is infinite, or no number"
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether the step must be skipped."""
+        return self is UnscaleResult.OVERFLOW
 
 
 def global_norm(

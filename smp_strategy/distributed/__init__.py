@@ -13,12 +13,11 @@ Reading order:
 * ``device_paths``: calls of NCCL and of the CUDA driver, each behind an interface of its own.
 * ``watched_collectives``, ``rendezvous``: collectives of objects, numbers and tensors; calls that all ranks must make.
 * ``agreement``: what must be the same on all ranks, how they compare it, and what errors say.
-* ``main_process_calls``: other ranks take part in what only the main process calls.
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``tensor_group``: collectives of split layers, among the ranks of a tensor-parallel group.
 * ``door_words``: the calls of Lightning, Accelerate or SageMaker that errors name as a remedy.
 * ``peer_processes``: how processes of other ranks of this machine have ended, as long as the system tells it.
-* ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
+* ``failure``, ``shutdown``: first failure on every rank, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
 * ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.
 * ``torch_private``: private functions of PyTorch, in one place.

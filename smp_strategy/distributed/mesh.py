@@ -11,10 +11,12 @@ second, on a core that computes.
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Final, final
+from typing import Final, TypeVar, final
 
+import torch
 import torch.distributed as dist
 
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.distributed.process_groups import new_group, new_subgroup
@@ -22,6 +24,8 @@ from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import ConfigError
 
 __all__ = ["STAGE_CONNECTIONS", "ProcessMesh"]
+
+T = TypeVar("T")
 
 STAGE_CONNECTIONS: Final = 4
 """Number of connections between two stages of which some are on different nodes."""
@@ -174,6 +178,22 @@ class ProcessMesh:
         if use not in self._saving_groups:
             self._saving_groups[use] = new_group(backend="gloo", timeout=self._timeout)
         return self._saving_groups[use]
+
+    # What ranks along an axis exchange
+
+    def told_by_stage(self, value: T, stage: int, doing: str) -> T:
+        """The ``value`` that ``stage`` has, on all stages of this replica. Collective over them."""
+        return collectives.tell(value, self.stage_ranks[stage], doing, self.pp_group)
+
+    def first_sample(self, own: int) -> int:
+        """Index of this rank's first sample in those of ``tp_group``, of which it has ``own``. Collective over it."""
+        return sum(collectives.gather_numbers(own, "how many samples ranks have", self.tp_group)[: self.tp_rank])
+
+    def extremes(self, number: int, doing: str) -> tuple[int, int]:
+        """Least and largest ``number`` of all replicas. Collective over them."""
+        both = torch.tensor([number, -number], dtype=torch.int32, device="cpu")
+        collectives.reduce_numbers(both, dist.ReduceOp.MAX, group=self.dp_group, doing=doing).wait()
+        return -int(both[1]), int(both[0])
 
     def _mine(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """Make ``groups`` that cover all ranks; the one that this rank is in. Collective over all ranks."""

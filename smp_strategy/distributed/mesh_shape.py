@@ -163,6 +163,13 @@ class MeshShape:
             stride *= self.degrees[axis]
         return strides
 
+    def reader_of(self, rank: int, *, is_joint: bool) -> tuple[int, int]:
+        """Number of readers of samples, and the one whose samples ``rank`` gets: a replica, or, if samples are not
+        joint, each of the ranks in it that split layers."""
+        here = self.coordinates(rank)
+        replica = here["dp_replicate"] * self.dp_shard + here["dp_shard"]
+        return (self.dp, replica) if is_joint else (self.dp * self.tp, replica * self.tp + here["tp"])
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a global rank, by axis."""
         return {axis: rank // self._strides[axis] % degree for axis, degree in self.degrees.items()}

@@ -7,42 +7,19 @@ the host beside its own, which stays in use for the accelerator's.
 [Note: bound groups] A default group with ``device_id`` is bound to the device, and torch splits new groups off from its
 communicator. That takes all ranks at once, also those outside of the new group, and connects a group that may never
 carry a tensor of the accelerator. So new groups are made as without ``device_id``: NCCL connects one at its first use.
-
-[Note: restarts] Under torchrun, torch's own rendezvous reads addresses of ranks that have gone, and a restart fails now
-and then (``connectFullMesh failed``). So ranks meet first. Doors that use :func:`init_method` compare settings later.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from smp_strategy.distributed.agreement.first_meeting import FirstMeeting, is_served
 from smp_strategy.distributed.torch_private import default_group, set_backend
 from smp_strategy.errors import ConfigError
 
-__all__ = ["carry_host_tensors", "init_method", "new_group", "new_subgroup"]
-
-_SCHEME: Final = "smp-meeting"
-
-
-def init_method() -> str | None:
-    """``init_method`` for a default group: torch's own, or a first meeting under torchrun. See [Note: restarts]."""
-    return f"{_SCHEME}://" if is_served() else None
-
-
-def _rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout) -> Iterator[tuple[dist.Store, int, int]]:
-    """What torch asks for the store, this rank, and the number of ranks."""
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    yield FirstMeeting(address, rank, num_ranks, timeout=timeout).compare({}), rank, num_ranks
-
-
-dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+__all__ = ["carry_host_tensors", "new_group", "new_subgroup"]
 
 
 def carry_host_tensors(device_type: str) -> None:

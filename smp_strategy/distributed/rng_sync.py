@@ -14,7 +14,7 @@ does from the beginning with the option ``share_batches``. Other differences are
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.distributed.agreement.topics import NUM_BATCHES
-from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, global_state, restore
+from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, generators_of, global_state, restore
+from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import SMPError
 
-__all__ = ["BatchSource", "DataReaders", "LoaderState"]
+__all__ = ["BatchSource", "DataReaders"]
 
 _CHECKED_BATCHES = 2
 _COMPARISON: Final = "a comparison of batches"
@@ -53,36 +54,10 @@ class BatchSource(NamedTuple):
     """Whether the loader has asked for samples by numbers, which all ranks of a replica draw alike."""
 
 
-class LoaderState(Protocol):
-    """Random state and checks of a pass over a data loader."""
-
-    def begin(self, *generators: torch.Generator) -> None:
-        """Begin a pass of a loader that has these ``generators`` of its own. Collective."""
-
-    def go_on(self) -> None:
-        """Resume a pass that an earlier run has begun."""
-
-    def state(self) -> RngState:
-        """State from which the next draw on the way to a batch starts."""
-
-    def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
-        """Context that draws from ``state`` on; the generators are restored afterwards."""
-
-    def draws(self) -> AbstractContextManager[None]:
-        """Context of code that draws random numbers on the way to a batch."""
-
-    def compare(self, what: Any) -> None:
-        """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
-
-    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
-        """Note a batch; the one that this rank is to use."""
-
-    def ended(self) -> None:
-        """Note that there are no more."""
-
-
 class DataReaders:
-    """Ranks that read the same samples as this one. Its methods are collective. An unpickled copy has no other ranks.
+    """Random state and checks of passes over data loaders, for the ranks that read the same samples as this one.
+
+    Its methods are collective. An unpickled copy has no other ranks.
 
     Args:
         ranks: Global ranks; the others follow the first.
@@ -99,7 +74,7 @@ class DataReaders:
         rank: int,
         group: Callable[[], dist.ProcessGroup],
         *,
-        advice: str,
+        advice: str = "",
         partners: Callable[[], dist.ProcessGroup | None] | None = None,
         shares: bool = False,
     ) -> None:
@@ -112,19 +87,35 @@ class DataReaders:
         self._shares = shares
 
     def __reduce__(self) -> Any:
-        return _Alone, ()
+        return _alone, ()
 
     def __deepcopy__(self, memo: Any) -> "DataReaders":
         return self
 
-    def take_over(self, *generators: torch.Generator) -> None:
-        """Take over the global generators, and ``generators``, of the first rank."""
+    def take_over(self, *generators: torch.Generator, device: torch.device | None = None) -> None:
+        """Take over the global generators, that of ``device`` included, and ``generators``, of the first rank."""
         if len(self.ranks) == 1:
             return
         first = self.ranks[0]
-        every = [torch.default_generator, *generators]
+        every = [*generators_of(device or torch.device("cpu")), *generators]
         state = collectives.tell(capture(every), first, "the beginning of a pass over a data loader", self._group())
         restore(state, every)
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """Begin a pass of a loader that has these ``generators`` of its own."""
+        self.take_over(*generators)
+        self.go_on()
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Context of code that draws random numbers on the way to a batch."""
+        return nullcontext()
+
+    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
+        """Note a batch; the one that this rank is to use."""
+        return batch, read
+
+    def ended(self) -> None:
+        """Note that there are no more."""
 
     def go_on(self) -> None:
         """Begin or resume a pass: its next batches are compared."""
@@ -203,33 +194,5 @@ class DataReaders:
         Ledger().note(NUM_BATCHES, what).compare("a comparison of how many batches there are", self._partners())
 
 
-class _Alone:
-    """Loader state in a process to which only the loader was sent."""
-
-    def begin(self, *generators: torch.Generator) -> None:
-        """Nothing to do."""
-
-    def go_on(self) -> None:
-        """Nothing to do."""
-
-    def state(self) -> RngState:
-        """State from which the next draw starts."""
-        return global_state()
-
-    def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
-        """Context that draws from ``state`` on."""
-        return drawing_from(state)
-
-    def draws(self) -> AbstractContextManager[None]:
-        """Nothing to do."""
-        return nullcontext()
-
-    def compare(self, what: Any) -> None:
-        """Nothing to do."""
-
-    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
-        """The same."""
-        return batch, read
-
-    def ended(self) -> None:
-        """Nothing to do."""
+def _alone() -> DataReaders:
+    return DataReaders((0,), 0, default_group)

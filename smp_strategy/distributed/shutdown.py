@@ -17,13 +17,18 @@ from collections.abc import Callable
 __all__ = ["call_at_exit"]
 
 
-def call_at_exit(method: Callable[[], None]) -> None:
-    """Call a bound ``method`` when the process ends, if its object still lives; the object is not kept alive."""
+def call_at_exit(method: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
+    """Call a bound ``method`` when the process ends, if its object still lives; the object is not kept alive.
+
+    Args:
+        method: Method of the object.
+        then: Called afterwards if ``method`` returns true.
+    """
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
         alive = reference()
-        if alive is not None:
-            alive()
+        if alive is not None and alive():
+            then()
 
     atexit.register(call)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from smp_strategy.distributed.door_words import DoorWords
+    from smp_strategy.errors import DoorWords
 
 __all__ = ["Condition", "Position", "blockers", "is_deadlock", "story"]
 

@@ -8,6 +8,8 @@ Before the first step every rank has the whole module, and the partition is not 
 state of optimizers waits for the first step (:mod:`smp_strategy.engine.pending_state`).
 """
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -27,7 +29,7 @@ from smp_strategy.checkpoint.load import (
     load_optimizer,
     optimizer_key,
 )
-from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.sources import EditedState, WholeState
 from smp_strategy.checkpoint.spread_state import SpreadState
 from smp_strategy.checkpoint.state_dict import (
     gradient_state,
@@ -38,13 +40,33 @@ from smp_strategy.checkpoint.state_dict import (
     whole_module_state,
     whole_optimizer_state,
 )
+from smp_strategy.checkpoint.storage.full_file import replacing_full
 from smp_strategy.checkpoint.storage.held_tensor import Source
+from smp_strategy.checkpoint.storage.remote_path import local_path
+from smp_strategy.checkpoint.storage.writer import Prepared, ShardedWriter
 from smp_strategy.checkpoint.torch_file import UnfilledState, write_torch_file
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.pending_state import PendingOptimizerState
+from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "own_state_dict", "promised_to"]
+
+
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """State dict with the parameters and buffers themselves, which may lack values."""
+    with in_plain_sight():
+        return module.state_dict(keep_vars=True)
+
+
+def promised_to(states: list[UnfilledState]) -> full.Take:
+    """Makes entries without values, which are gathered when a file is written; notes their states in ``states``."""
+
+    def take(spread: SpreadState) -> "OrderedDict[str, Any]":
+        states.append(UnfilledState(spread))
+        return states[-1].entries()
+
+    return take
 
 
 @final
@@ -53,10 +75,17 @@ class SavedState:
 
     Args:
         parts: of the engine.
+
+    Attributes:
+        note: is told what a checkpoint has in another form than it was given.
+        scaled: returns optimizers that have a loss scale of their own.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
+        self._writers: dict[str, ShardedWriter] = {}
+        self.note: Callable[[str], None] = logging.getLogger("smp_strategy").info
+        self.scaled: Callable[[], Sequence[Any]] = tuple
 
     # Spread over ranks
 
@@ -93,6 +122,22 @@ class SavedState:
                 state[GRADIENTS] = gradient_state(local_model.holdings)
         return state
 
+    def prepared(self, state: Mapping[str, Any], *, copy: bool = False, use: str = "background") -> Prepared:
+        """This rank's share of ``state``, ready to be written to a folder. Collective.
+
+        Args:
+            state: state that this rank holds, see :meth:`held_state`.
+            copy: whether it may change before it is written, perhaps by a thread.
+            use: one of the ways of writing, which may be under way at the same time.
+        """
+        if use not in self._writers:
+            self._writers[use] = ShardedWriter(lambda: self._parts.mesh.saving_group(use))
+        return self._writers[use].prepare(state, copy=copy)
+
+    def close(self) -> None:
+        """Drop the process groups of writers."""
+        self._writers.clear()
+
     def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._parts.module is not None
         is_first = self._parts.mesh.rank == 0
@@ -128,31 +173,35 @@ class SavedState:
                 self._parts.pending.expect_module(source, strict=strict)
             load_module(self._parts.module, source, None, strict=strict, leave_out=expected)
 
-    def load_stored_optimizer(self, source: Source, number: int, optimizer: Optimizer) -> None:
+    def load_stored_optimizer(
+        self, source: Source | Mapping[str, Any], number: int, optimizer: Optimizer, *, with_state: bool = True
+    ) -> None:
         """Load this rank's share of the state of ``optimizer``; before the first step it waits for that.
 
         Args:
-            source: has the state.
+            source: has the state; nested dicts, as hooks may have edited them, or a file of another kind.
             number: of the optimizer there.
             optimizer: takes it.
+            with_state: whether more is loaded than the options of its groups; otherwise the rest is reset.
 
         Raises:
             CheckpointError: it is that of an optimizer for other parameters, or cannot be read.
         """
-        self._load_optimizer(optimizer, source, number, self._names)
+        load_groups(optimizer, found := _as_source(source), number, self._names)
+        self._load_optimizer(optimizer, found if with_state else WholeState({}), number, self._names)
 
     def _load_optimizer(
         self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
     ) -> None:
-        load_groups(optimizer, source, number, names)
         if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.pending.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
             self._parts.pending.optimizers.pop(optimizer, None)
             load_optimizer(optimizer, source, number, self._parts.local_model.holdings, names)
 
-    def load_stored_gradients(self, source: Source) -> None:
-        """Load accumulated gradients, if ``source`` has any."""
+    def load_stored_gradients(self, given: Source | Mapping[str, Any]) -> None:
+        """Load accumulated gradients, if ``given`` has any."""
+        source = _as_source(given)
         if self._parts.local_model is None or self._parts.calls.runtime is None:
             self._parts.pending.expect_gradients(source)
         else:
@@ -171,8 +220,7 @@ class SavedState:
         """State dict of the module, to be written to files of whole tensors that no rank has all of. Collective."""
         held = self.held_state(())[MODULE]
         assert self._parts.module is not None
-        with in_plain_sight():
-            return SpreadState(held, self._parts.module.state_dict(keep_vars=True))
+        return SpreadState(held, own_state_dict(self._parts.module))
 
     # In a file that no rank has as a whole
 
@@ -201,8 +249,18 @@ class SavedState:
         with self._parts.views.put_aside():
             write_torch_file(states, make, opened, doing=doing)
 
+    def write_full_checkpoint(self, states: Sequence[UnfilledState], content: Mapping[str, Any], path: Any) -> None:
+        """Write ``content``, which has the tensors of ``states``, to the file ``path``, atomically. Collective.
+
+        Raises:
+            CheckpointError: it could not be written. The previous file is still there.
+            PeerFailedError: global rank 0 could not write it.
+        """
+        opened = partial(replacing_full, local_path(path))
+        self.write_filled(states, lambda: content, opened, doing=f"saving {path}")
+
     def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
-        """Write what :meth:`full_optimizer_state` returns by ``torch.save``, one tensor at a time. Collective.
+        """Write what :meth:`full_optimizer_state` returns, atomically, one tensor at a time. Collective.
 
         Args:
             optimizer: Optimizer of the module.
@@ -218,7 +276,7 @@ class SavedState:
             with self._parts.views.put_aside():
                 unfilled.append(UnfilledState(full.spread_optimizer_state(self._parts.local_model.holdings, optimizer)))
             make = partial(full.whole_optimizer_state_dict, optimizer, unfilled[0].entries())
-        self.write_filled(unfilled, make, lambda: path.open("w+b"), doing="saving the state of an optimizer")
+        self.write_filled(unfilled, make, partial(replacing_full, path), doing="saving the state of an optimizer")
 
     # As a whole
 
@@ -303,9 +361,21 @@ class SavedState:
             with self._parts.views.put_aside():
                 self._parts.local_model.load_state_dict(state_dict, strict=strict)
 
+    def load_edited(self, state_dict: dict[str, Any], *, strict: bool) -> None:
+        """Load a full state dict that hooks may have edited; a rank reads its part of what nobody has read."""
+        assert self._parts.module is not None
+        is_unread = any(isinstance(value, DeferredTensor) for value in state_dict.values())
+        is_delayed = any(lacks_values(parameter) for parameter in self._parts.module.parameters())
+        if is_unread and (self._parts.is_spread or is_delayed):
+            self.load_stored(EditedState({MODULE: state_dict}), strict=strict)
+        else:
+            self.load_state_dict(state_dict, strict=strict)
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict; this rank keeps its part, from the first step on."""
-        self._load_optimizer(optimizer, full.numbered(state), 0, full.numbers_of(optimizer))
+        source, names = full.numbered(state), full.numbers_of(optimizer)
+        load_groups(optimizer, source, 0, names)
+        self._load_optimizer(optimizer, source, 0, names)
 
     def load_gradients(self, state: Mapping[str, Tensor]) -> None:
         """Load full accumulated gradients; this rank keeps its part."""
@@ -323,3 +393,7 @@ class SavedState:
         """Load these counters, to continue the random streams of another run."""
         self._parts.seed, self._parts.num_steps = state["seed"], state["num_steps"]
         self._parts.num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none
+
+
+def _as_source(given: Source | Mapping[str, Any]) -> Source:
+    return EditedState(given) if isinstance(given, Mapping) else given

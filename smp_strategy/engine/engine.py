@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
@@ -52,7 +53,6 @@ from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
@@ -494,7 +494,7 @@ class Engine:
         self._calls.close()
         self.manual, self._parts.views = ManualSteps(self._calls), Views()  # the last ones know the groups
         layout = self._parts.known_layout
-        for each in (self._parts.local_model, None if layout is None else layout.group, self._parts.known_mesh):
+        for each in (self.saved, self._parts.local_model, getattr(layout, "group", None), self._parts.known_mesh):
             if each is not None:
                 each.close()
         self._parts.local_model = None

@@ -1,27 +1,33 @@
 """Reports of an engine on demand: explanation of the partition, timeline of a step, memory of all ranks."""
 
-from typing import final
+from typing import TypeGuard, final
 
 import torch
 from torch import nn
 
 from smp_strategy.activations.policy import OffloadStats
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import device_name, is_host, wait_for_all
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.errors import SMPError
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.planning.layouts.cluster import peak_flops
 from smp_strategy.planning.memory.counting import count
 from smp_strategy.planning.memory.sharded import RankMemory
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport, memory_report
 from smp_strategy.reports.run_figures import combine
 from smp_strategy.reports.timeline.clocks import gather
 from smp_strategy.reports.timeline.timeline import Timeline
 
-__all__ = ["Inspection"]
+__all__ = ["Inspection", "is_placed"]
+
+
+def is_placed(value: object) -> TypeGuard[PlacedTensor]:
+    """Whether ``value`` is a tensor of a step, whose values may be on another stage."""
+    return isinstance(value, PlacedTensor)
 
 
 @final

@@ -19,7 +19,7 @@ from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
-from smp_strategy.data_parallel.grad_norm import agreed, unscale_gradients
+from smp_strategy.data_parallel.grad_norm import UnscaleResult, agreed, unscale_gradients
 from smp_strategy.data_parallel.gradient_sums import replica_sums
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import problems_of_dependence
@@ -42,7 +42,6 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitModule
 

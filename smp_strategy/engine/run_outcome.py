@@ -6,6 +6,12 @@ unfinished. So the next run that trains begins with a full module, which is shar
 An update changes weights on each rank by itself. If an error ends it on all ranks (the optimizer raises, and the script
 catches the error and goes on), each parameter has the value that its owners have given it, as in a single process. If
 it ends the update on some ranks only, these have other weights than the rest, and no run may go on with the module.
+
+[Note: saving after an error] Saving takes all ranks. If an error has stopped only one of them, the others wait
+elsewhere, and it would wait for them forever. If the error has stopped all ranks at the same place between two steps (a
+signal that the Trainer has noticed, a callback that gives up), their state is consistent, and they can save. They vote
+in the store of the process group: each rank counts itself at its place, the last one answers yes, and a rank that has
+waited too long answers no. The first answer counts.
 """
 
 import time
@@ -20,11 +26,14 @@ from smp_strategy.distributed.failure import StoreCall, current_run, publish_own
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import SMPError
 
-__all__ = ["BrokenUpdates", "RunOutcome"]
+__all__ = ["BrokenUpdates", "RunOutcome", "have_all_stopped"]
 
 _KEY: Final = "smp/broken_update"
 # Ranks that fail in the same update do so within this time of each other.
 _PATIENCE_SECONDS: Final = 5.0
+_STOPPED: Final = "smp_strategy/stopped"
+_PAUSE_SECONDS: Final = 0.05
+_YES, _NO = "yes", "no"
 # Timeout for an answer of the store.
 _ANSWER_SECONDS: Final = 5.0
 
@@ -135,3 +144,29 @@ class RunOutcome:
         everyones = collectives.gather_objects((self.has_failed, self.has_broken_update), "the end of the last run")
         self.has_failed = any(failed for failed, _ in everyones)
         _refuse_mixture([is_broken for _, is_broken in everyones])
+
+
+def have_all_stopped(place: str | None) -> bool:
+    """Vote whether all ranks have stopped at the same place; all voters get the same answer.
+
+    Args:
+        place: the place at which this rank has stopped; ``None``: in the middle of a step.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return place is not None
+    store = default_store()
+    key = f"{_STOPPED}/{store.add(f'{_STOPPED}/count/{dist.get_rank()}', 1)}"
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    if place is not None and store.add(f"{key}/at/{place}", 1) == dist.get_world_size():
+        answer = _answered(store, key, _YES)
+    elif place is None:
+        answer = _answered(store, key, _NO)
+    else:
+        while not store.check([f"{key}/answer"]) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        answer = _answered(store, key, _NO)
+    return answer == _YES
+
+
+def _answered(store: dist.Store, key: str, answer: str) -> str:
+    return store.compare_set(f"{key}/answer", "", answer).decode()

@@ -12,6 +12,7 @@ from typing import Any, Final, final, get_args
 import torch
 from torch import Tensor
 
+from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.engine.nonfinite import NonfinitePolicy, NonfiniteSearch, first_cause
 from smp_strategy.errors import ConfigError, SMPError
@@ -19,7 +20,6 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.job import StepRun
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.reports.run_figures import RankFigures
 
 __all__ = ["StepMonitor", "flops_of", "num_tokens"]

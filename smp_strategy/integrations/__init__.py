@@ -5,10 +5,6 @@ In reading order::
     lightning/      SMPStrategy for PyTorch Lightning, in both of its trees
     accelerate/     SMPPlugin for Accelerate, its launcher, and the Hugging Face Trainer
     autoload.py     registration with Lightning, Accelerate and transformers, at ``import torch``
-    saved_models/   folders of models that other libraries read; save_pretrained of Hugging Face
-    pretrained.py   from_pretrained of Hugging Face under delayed initialisation
     hydra/          config group ``smp``: resolvers and recipes
     sagemaker/      SageMaker's model parallel library; ``smp_strategy.smp`` exports it
-    data/           resumable data loaders, for Lightning and Accelerate
-    plan_command.py ``smp plan`` and ``smp estimate``
 """

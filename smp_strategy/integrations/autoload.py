@@ -5,7 +5,7 @@ all. But their processes import torch, which calls the entry points of the group
 import. :func:`autoload` is such an entry point. It installs an import hook that registers "smp" when Lightning's
 strategy registry is imported, and that passes modules of Accelerate to
 :mod:`smp_strategy.integrations.accelerate.launch`, and those that load pretrained models to
-:mod:`smp_strategy.integrations.pretrained`, when they are imported. ``import smp_strategy`` calls it, too, for
+:mod:`smp_strategy.engine.pretrained`, when they are imported. ``import smp_strategy`` calls it, too, for
 processes in which torch's mechanism is off.
 
 In a rank that Lightning's launcher of this package has started, imports go on with fewer garbage collections: see
@@ -106,7 +106,7 @@ def register(module: ModuleType) -> None:
         refuse_fabric(module)
         return
     if module.__name__ in PRETRAINED:
-        from smp_strategy.integrations import pretrained
+        from smp_strategy.engine import pretrained
 
         pretrained.patch(module)
         return

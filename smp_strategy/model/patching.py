@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self, final
 
-from torch import nn
-
 __all__ = ["Patches"]
 
 _ABSENT: Final = object()
@@ -36,12 +34,12 @@ class Patches:
         self._before.append((owner, name, own.get(name, _ABSENT)))
         own[name] = value
 
-    def replace(self, module: nn.Module, method: Callable[..., Any], name: str = "forward") -> None:
+    def replace(self, module: Any, method: Callable[..., Any], name: str = "forward") -> None:
         """Redirect calls of ``module.<name>`` to ``method``. Copies of ``module`` call their own method."""
         original = getattr(module, name)
 
         @functools.wraps(original)
-        def instead(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def instead(called: Any, *args: Any, **kwargs: Any) -> Any:
             if called is not module:
                 # A copy of the module (in an average of weights, say) took this method along.
                 own = getattr(original, "__func__", getattr(type(called), name))

@@ -41,7 +41,6 @@ barriers             Actions once per batch, as in manual optimization.
 surveys              Dry runs, and hooks outside of steps.
 step_end             Comparison of the programs of all stages, then broadcast of the results.
 results              Placed tensors become real on all stages.
-join_results         Merging of the microbatches' results.
 ==================== ==========================================================================================
 
 Special cases, each in a package with a map of its own; they do not know each other:

@@ -19,7 +19,7 @@ from accelerate_checks import on_ranks
 from torch import nn
 
 from smp_strategy import SMPPlugin
-from smp_strategy.integrations.accelerate.plugin import ensure_group
+from smp_strategy.integrations.accelerate.plugin import join_group
 from smp_strategy.testing import free_port
 from tests.interpreters import forked_interpreters
 
@@ -189,7 +189,7 @@ def trained_alone():
     torch.distributed.destroy_process_group()
     os.environ["WORLD_SIZE"] = "2"
     with pytest.raises(ValueError, match="2 processes were started, but Accelerate has found no accelerator"):
-        ensure_group(torch.device("cpu"), None)
+        join_group(torch.device("cpu"), None)
     os.environ["WORLD_SIZE"] = "1"
     model = Accelerator(parallelism_config=SMPPlugin(), cpu=True).prepare(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

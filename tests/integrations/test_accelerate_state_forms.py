@@ -14,9 +14,9 @@ from test_accelerate_saving import LAYOUTS, PP2, Counter, files, go_on, start, t
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.writer import Prepared
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
+from smp_strategy.engine.saved_models import state_folders as folders
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.accelerate import state_files
-from smp_strategy.integrations.saved_models import state_folders as folders
 
 SHARDED = {"state_dict_type": "sharded"}
 ASYNC = {"async_save": True}
@@ -181,7 +181,7 @@ def fails_later(folder, form):
     kept = Prepared._write_share, state_files.write_weights
     Prepared._write_share = state_files.write_weights = full_disk
     accelerator.save_state(folder)
-    accelerator.smp.background._work.thread.join()
+    accelerator.smp.background._background._work.thread.join()
     Prepared._write_share, state_files.write_weights = kept
     try:
         accelerator.save_state(folder)

@@ -19,7 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.engine.pretrained import deferring
 from smp_strategy.model.deferred_tensor import DeferredTensor
 
 VOCABULARY = 64

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.engine.pretrained import deferring
 from smp_strategy.model.deferred_tensor import DeferredTensor
 
 DELAYED = {"delayed_parameter_initialization": True}

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from smp_strategy.engine.local_model import LocalModel
-from smp_strategy.integrations.pretrained import deferring
+from smp_strategy.engine.pretrained import deferring
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_delayed import HuggingFace, LivingBytes, bytes_while_a_share_is_taken, engine_for
 

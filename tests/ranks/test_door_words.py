@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.door_words import OF_ACCELERATE, OF_LIGHTNING, speak
+from smp_strategy.distributed.door_words import speak
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
+from smp_strategy.integrations.accelerate.session import WORDS as OF_ACCELERATE
+from smp_strategy.integrations.lightning.joining import WORDS as OF_LIGHTNING
 from smp_strategy.testing import run_ranks
 
 FOREIGN = {"accelerate": ("Lightning", "trainer.", "self.log", "gradient_clip_val"), "lightning": ("accelerator.",)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.pipeline.join_results import merge
+from smp_strategy.engine.join_results import merge
 from smp_strategy.testing import run_ranks
 
 FEATURES, CLASSES, LENGTH = 8, 5, 6

@@ -4,9 +4,8 @@ In reading order:
 
 * ``topics``: everything that ranks must have alike, with the errors. Add a new one there.
 * ``ledger``: ranks note values under topics; one small message compares all that was noted since the last one.
-* ``common_settings``: texts of settings: of options, of a Trainer, of the process, of an optimizer.
+* ``common_settings``: settings of an optimizer, and the error about settings that differ.
 * ``same_inputs``: digests of inputs, which ranks of a replica compare when a step begins.
-* ``first_meeting``: ranks meet, and compare settings, before there is a process group.
 
 When ranks compare:
 

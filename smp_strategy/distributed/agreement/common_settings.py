@@ -9,33 +9,19 @@ Schedulers and callbacks run on every rank. One that looks at a value of a rank'
 a validation loss) sets learning rates apart, so each update notes the settings of its optimizer.
 """
 
-import dataclasses
-import enum
-import os
-import sys
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from pathlib import PurePath
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from smp_strategy.config.config import SMPConfig
 
 __all__ = [
     "differences",
     "explained",
     "named",
-    "of_fields",
     "of_optimizer",
-    "of_options",
-    "of_process",
     "plain",
-    "shown",
 ]
 
 Settings = Mapping[str, str]
@@ -43,64 +29,6 @@ Settings = Mapping[str, str]
 
 ABSENT: Final = "nothing"
 """Text for a rank that has no setting of that name."""
-
-# Variables of others that change numbers or steps. Those of this package are options, which are compared as such.
-_VARIABLES: Final = (
-    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_SPLIT_BATCHES"),
-    *("ACCELERATE_DISPATCH_BATCHES", "ACCELERATE_EVEN_BATCHES", "ACCELERATE_USE_SEEDABLE_SAMPLER", "PL_SEED_WORKERS"),
-    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-)
-_MOST_LETTERS: Final = 200
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, timedelta, PurePath)
-
-
-def shown(value: Any) -> str:
-    """Text of a setting; equal for equal settings in two processes. Of an object that is no plain value, its type."""
-    if isinstance(value, enum.Enum):
-        return shown(value.value)
-    if isinstance(value, _PLAIN):
-        text = str(value) if isinstance(value, (timedelta, PurePath)) else repr(value)
-    elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{name!r}: {shown(value[name])}" for name in sorted(value, key=repr)) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(map(shown, value)) + "]"
-    elif isinstance(value, (set, frozenset)):
-        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
-    else:
-        return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({zlib.crc32(text.encode()):08x})"
-
-
-def of_fields(source: Any, names: Iterable[str], title: str) -> dict[str, str]:
-    """Settings of the attributes ``names`` of ``source``, as far as it has them.
-
-    Args:
-        source: Object that holds them.
-        names: Names of attributes.
-        title: Name of a setting, with ``{}`` for that of the attribute: "`Trainer({})`".
-    """
-    return {title.format(name): shown(getattr(source, name)) for name in names if hasattr(source, name)}
-
-
-def of_options(config: SMPConfig, title: str) -> dict[str, str]:
-    """All options of this package; ``title`` as for :func:`of_fields`."""
-    # Rank 0 reads the file of the partition, which may be on its disk only.
-    names = [field.name for field in dataclasses.fields(config) if field.name != "partition_file"]
-    return of_fields(config, names, title)
-
-
-def of_process(*packages: str) -> dict[str, str]:
-    """Settings of this process that change numbers: versions, modes of torch, variables of the environment.
-
-    Args:
-        packages: Packages of the door, which all ranks have loaded.
-    """
-    loaded = {name: sys.modules.get(name) for name in ("smp_strategy", "torch", *packages)}
-    found = {f"the version of {name}": str(getattr(each, "__version__", None)) for name, each in loaded.items()}
-    found["`torch.get_default_dtype()`"] = shown(torch.get_default_dtype())
-    found["`torch.get_float32_matmul_precision()`"] = torch.get_float32_matmul_precision()
-    found["`torch.are_deterministic_algorithms_enabled()`"] = shown(torch.are_deterministic_algorithms_enabled())
-    return found | {f"the environment variable {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, object]:

@@ -6,18 +6,12 @@ Reading order::
     own_options.py                        options that only scripts with Accelerate have
     plugin.py                             SMPPlugin, which adds the hooks to an Accelerator under construction
     validation.py                         errors about unsupported options, models and optimizers
-    compared_settings.py                  settings that all ranks must have alike
-    session.py                            Session, the state that all hooks share; HookBase
+    session.py                            Session, the state that all hooks share; HookBase; compared settings
     training.py                           prepare, clipping, unscaling, free_memory, end_training
-    model_calls.py                        calls of the model become engine steps; prediction of their backward
-    loss_use.py                           which results of the model a script trains on
-    model_inputs.py, model_outputs.py     differentiable inputs; results on the script's autograd graph
-    model_methods.py                      public methods of the model that call its units
     optimizer.py, no_sync.py              optimizer and scheduler wrappers; gradient accumulation
     data.py                               loaders: sharded over replicas, same batches within a replica
-    data_ranks.py, collectives.py         gather, reduce and their like over data ranks
+    collectives.py                        gather, reduce and their like over data ranks
     saving.py                             full state dicts of models and optimizers, and files of them
-    lent_weights.py                       weights that a script reads between steps
     full_states.py                        gathering and loading of full states
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
     state_files.py                        Accelerate's own files

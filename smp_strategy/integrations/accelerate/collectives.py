@@ -3,7 +3,7 @@
 The ranks of one replica have the same samples and the same results, so counting each rank would weigh every sample
 several times. ``num_processes`` and ``process_index`` count data ranks. Printing, logging and saving
 (``is_main_process`` and so on) still happen on a single process of the world. The transport is
-:mod:`smp_strategy.integrations.accelerate.data_ranks`.
+:mod:`smp_strategy.engine.data_ranks`.
 """
 
 import os

@@ -32,11 +32,10 @@ from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.device import generator_of, is_host
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
-from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 
 __all__ = ["ActiveLoader", "LoaderHooks", "shard_of"]
 
@@ -147,8 +146,7 @@ class _ReplicaStream(DataReaders):
     def begin(self, *generators: torch.Generator) -> None:
         """Start a pass. Collective."""
         self._pass_by()
-        self.take_over(*generators)
-        self.go_on()
+        super().begin(*generators)
 
     @contextmanager
     def draws(self) -> Iterator[None]:
@@ -159,7 +157,7 @@ class _ReplicaStream(DataReaders):
     def follow_first(self) -> None:
         """Adopt the global generator states of the first rank. Collective."""
         self._pass_by()
-        self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
+        self.take_over(device=self._device)
 
     def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
         """Compare the first batches. Collective."""

@@ -11,18 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.engine.checkpointing import own_state_dict
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saved_models.shared_states import storage_of
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.saved_models.shared_states import storage_of
-from smp_strategy.model.guarded_tensors import in_plain_sight
 
 __all__ = [
     "is_optimizer",
-    "is_trained_by",
     "leave_file",
     "load_model",
     "path_in",
-    "storage_of",
 ]
 
 
@@ -34,12 +32,6 @@ def path_in(root: nn.Module, module: nn.Module) -> str | None:
 def is_optimizer(candidate: Any) -> bool:
     """Whether ``candidate`` is an optimizer, the user's or Accelerate's wrapper."""
     return isinstance(unwrapped([candidate])[0], Optimizer)
-
-
-def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
-    """Whether ``optimizer`` has parameters of ``root``."""
-    members = {id(parameter) for parameter in root.parameters()}
-    return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
 
 
 def leave_file(optimizer: Any) -> None:
@@ -67,8 +59,7 @@ def load_model(
     Raises:
         RuntimeError: names or shapes do not match.
     """
-    with in_plain_sight():
-        own = module.state_dict(keep_vars=True)
+    own = own_state_dict(module)
     state = _with_all_names(own, state)
     if engine is None:
         module.load_state_dict(state, strict=strict)

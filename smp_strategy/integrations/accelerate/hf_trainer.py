@@ -32,10 +32,10 @@ from accelerate.utils import load
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from smp_strategy.checkpoint.storage.atomic_commit import replacing
-from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.saved_models.state_folders import save_file
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.integrations.accelerate import state_files
 from smp_strategy.integrations.accelerate.full_states import leave_file
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE
@@ -196,7 +196,7 @@ class SMPTrainer(Trainer):
         self.accelerator.write_optimizer_state_dict(self.optimizer, Path(output_dir, OPTIMIZER_NAME))
         if self.args.should_save:
             scheduler: Any = self.lr_scheduler
-            _save_file(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+            save_file(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states once for each replica, whose ranks draw alike, and our own streams. Collective."""
@@ -205,7 +205,7 @@ class SMPTrainer(Trainer):
         if session.rank == session.data_ranks()[session.data_rank][0]:
             super()._save_rng_state(output_dir)
         if self.args.should_save:
-            _save_file(ours, Path(output_dir, OWN_FILE))
+            save_file(ours, Path(output_dir, OWN_FILE))
 
     # Loading. All ranks read the files.
 
@@ -216,7 +216,7 @@ class SMPTrainer(Trainer):
         of_optimizer, of_scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
         if of_optimizer.is_file() and of_scheduler.is_file():
             # Mapped into host memory: this rank reads its shard only.
-            state = load_file(of_optimizer, weights_only=True)
+            state = state_files.mapped(of_optimizer)
             self.accelerator.load_optimizer_state_dict(self.optimizer, state)
             leave_file(unwrapped([self.optimizer])[0])
             scheduler: Any = self.lr_scheduler
@@ -363,8 +363,3 @@ def _check_arguments(args: Any, config: SMPConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _save_file(state: Any, path: Path) -> None:
-    with replacing(path, is_folder=False) as staging:
-        torch.save(state, staging)

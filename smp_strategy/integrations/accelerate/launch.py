@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
+from smp_strategy.config.variables import SELECTED, is_selected
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch_options import SELECTED, LaunchOptions, check_processes, is_selected
+from smp_strategy.integrations.accelerate.launch_options import LaunchOptions, check_processes
 
 __all__ = ["patch", "patch_state"]
 
@@ -84,7 +85,7 @@ def patch_state(state: Any) -> None:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         is_ours = is_selected(os.environ) or _PLUGIN in sys.modules
         if is_ours and not {"init_method", "store"} & options.keys():
-            from smp_strategy.integrations.accelerate.plugin import init_method
+            from smp_strategy.engine.first_meeting import init_method
 
             options["init_method"] = init_method()
         original(self, *args, **options)

@@ -12,29 +12,14 @@ from typing import Any, final
 from smp_strategy.config.config import SMPConfig, option_types, unknown_option
 from smp_strategy.config.parsing import as_dict, as_text, as_tuple, fits, parse
 from smp_strategy.config.recipe import parse_recipe
-from smp_strategy.config.variables import DOOR_OPTIONS, ENV_PREFIX, canonical, resolve_aliases
+from smp_strategy.config.variables import DOOR_OPTIONS, ENV_PREFIX, SELECTED, canonical, resolve_aliases
 from smp_strategy.distributed.mesh_shape import check_degree
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.own_options import take_own, wrong_own
 
-__all__ = ["SELECTED", "LaunchOptions", "check_processes", "is_selected"]
+__all__ = ["LaunchOptions", "check_processes"]
 
-SELECTED = "ACCELERATE_USE_SMP"
 RECIPE = "SMP_CONFIG"
-
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-
-
-def is_selected(environ: Mapping[str, str]) -> bool | None:
-    """Value of ``ACCELERATE_USE_SMP``; ``None`` if it is not set.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    text = environ.get(SELECTED, "").strip().lower()
-    if text and text not in _WORDS:
-        raise ConfigError(f"{SELECTED} must be true or false, but is {environ[SELECTED]!r}.")
-    return _WORDS.get(text)
 
 
 @final

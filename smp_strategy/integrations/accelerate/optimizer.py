@@ -17,14 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from smp_strategy.data_parallel.optimizer_state import evaluated_once, has_to_switch, hooks_around_step
-from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.optimizer_steps import evaluated_first, switch_mode, updating
+from smp_strategy.engine.saved_models.shared_states import on_every_rank
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.saved_models.shared_states import on_every_rank
-from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 
 __all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
 
@@ -57,27 +56,19 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             return super().step(closure)
         refuse_step_without_sync(self.smp)
         self.smp.main_calls.update()
-        if closure is not None:
-            once = evaluated_once(closure, self.optimizer)
-            # Gradients of the closure must be final before the optimizer reads them.
-            result = once()
-            closure = evaluated_once(lambda: result, self.optimizer)
+        closure = evaluated_first(closure, self.optimizer)
         engine = self.smp.engine
         with engine.views.put_aside():
             engine.reduce_gradients()
-            if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
-                self.scaler.unscale_(self.optimizer)
+            if self.scaler is not None:
+                self.scaler.ensure_unscaled(self.optimizer)
             monitor = engine.inspection.monitor
             if self.scaler is None and monitor is not None and monitor.searches:
-                self._is_overflow = engine.unscale(self.optimizer, 1.0) is UnscaleResult.OVERFLOW
+                self._is_overflow = engine.unscale(self.optimizer, 1.0).has_overflowed
                 if self._is_overflow:
                     return None
-        in_sight = engine.run_hook if engine.inspection.divides_updates else None
-        with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
-            engine.begin_update(self.optimizer)
-            returned = super().step(closure)
-            engine.end_update(self.optimizer)
-        return returned
+        with updating(engine, self.optimizer):
+            return super().step(closure)
 
     def train(self) -> None:
         """Switch to training weights, for optimizers that also keep averaged ones. Collective if weights change."""
@@ -88,16 +79,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         self._switch("eval", super().eval)
 
     def _switch(self, mode: str, switch: Callable[[], None]) -> None:
-        """Switch between training and averaged weights. Collective, if there is anything to change."""
-        if not has_to_switch(self.optimizer, mode):
-            return
-        if not self.smp.has_engine:
-            switch()
-            return
-        with self.smp.main_calls.together():
-            meet(f"optimizer.{mode}")
-        with self.smp.engine.changing_weights(self.optimizer):
-            switch()
+        engine = self.smp.engine if self.smp.has_engine else None
+        switch_mode(engine, self.optimizer, mode, switch, self.smp.main_calls.together)
 
     @property
     def state(self) -> Any:
@@ -114,8 +97,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Return the full optimizer state on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        with self.smp.main_calls.together(("optimizer.state_dict", self._number)):
-            meet("optimizer.state_dict")
+        with self.smp.main_calls.together(("optimizer.state_dict", self._number), "optimizer.state_dict"):
             return on_every_rank(self.smp.engine.saved.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,14 +27,11 @@ from accelerate.state import PartialState
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
-from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import keep_short
-from smp_strategy.distributed.device import is_host
-from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
+from smp_strategy.engine.crash_report import keep_short
+from smp_strategy.engine.pretrained import set_deferring
+from smp_strategy.engine.run_lifecycle import ensure_group, note_settings
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
-from smp_strategy.integrations.accelerate.compared_settings import settings_of_plugin
 from smp_strategy.integrations.accelerate.data import LoaderHooks
 from smp_strategy.integrations.accelerate.launch import patch_state
 from smp_strategy.integrations.accelerate.own_options import (
@@ -45,15 +42,14 @@ from smp_strategy.integrations.accelerate.own_options import (
     take_own,
 )
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
-from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.session import Session, settings_of_plugin
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
-from smp_strategy.integrations.pretrained import set_deferring
 
-__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "init_method", "taken_over"]
+__all__ = ["AcceleratorHooks", "SMPPlugin", "join_group", "taken_over"]
 
 
-def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
+def join_group(device: torch.device, timeout: timedelta | None) -> None:
     """Make sure that the default process group exists and carries host tensors.
 
     Accelerate makes groups for the accelerator alone (``nccl``), but ranks exchange host tensors as well. A script
@@ -74,9 +70,7 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
                 "train alone. Use Accelerator(cpu=True), ACCELERATE_USE_CPU=true, or `use_cpu: true` in the file of "
                 "`accelerate launch` together with `smp_config`, to train on CPUs."
             )
-        backend = "gloo" if is_host(device) else f"cpu:gloo,{device.type}:gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    carry_host_tensors(device.type)
+    ensure_group(device.type, "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:gloo", timeout=timeout)
 
 
 class AcceleratorHooks(TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
@@ -130,7 +124,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             microbatches are in memory then.
         loss_reduction: reduction of a loss in the model over its samples. Losses of microbatches are averaged, weighted
             by samples (``mean``), or added up (``sum``). See also
-            :mod:`smp_strategy.integrations.accelerate.model_inputs`.
+            :mod:`smp_strategy.engine.model_calls.model_inputs`.
         training_outputs: results of a training call with a loss that every rank gets: ``all``, or only the ``loss``,
             which saves sending logits of a large vocabulary.
         options: the fields of :class:`~smp_strategy.config.config.SMPConfig`, with the ``SMP_*`` environment as
@@ -197,7 +191,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         if problems:
             raise ConfigError(problems)
         timeout: timedelta | None = getattr(accelerator.init_handler, "timeout", None)
-        ensure_group(accelerator.device, timeout)
+        join_group(accelerator.device, timeout)
         assert dist.is_initialized()
         trainer = None
         if "transformers.trainer" in sys.modules:  # which takes seconds to import; without it there is no Trainer
@@ -206,7 +200,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             trainer = trainer_above()
         settings = settings_of_plugin(self, accelerator.init_handler, getattr(trainer, "args", None))
         doing = "a comparison of the ranks' settings, when an Accelerator is made"
-        Ledger().note(SETTINGS, settings).compare(doing)
+        note_settings(settings).compare(doing)
         session = Session(self.config, accelerator.device, timeout=timeout)
         taken_over(accelerator).begin(session, self)
         if trainer is not None:

@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from accelerate.utils import load
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rng_state import exceptions_to_first
+from smp_strategy.engine.rank_generators import of_groups
+from smp_strategy.engine.resumable_loader import generators_of
 from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.data.resumable_loader import generators_of
 
 __all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
 
@@ -43,9 +42,8 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
         For each data rank the states of its first rank, in the format of Accelerate's file; and the states of each
         other rank that differ from those of its first rank.
     """
-    states = collectives.gather_objects(_states(step), "random states of all ranks")
-    groups = session.data_ranks()
-    return [states[ranks[0]] for ranks in groups], exceptions_to_first(states, groups)
+    states, _, others = of_groups(_states(step), None, session.data_ranks(), "random states of all ranks")
+    return states, others
 
 
 def of_loaders(loaders: Iterable[Any]) -> list[list[torch.Tensor]]:

@@ -6,7 +6,7 @@ library resumes from checkpoints of the other. Two small files are added:
 of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
 With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
-:data:`~smp_strategy.integrations.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
+:data:`~smp_strategy.engine.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
 either form.
 
 With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
@@ -23,22 +23,14 @@ from accelerate.logging import get_logger
 from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_for_safetensors
 from torch import nn
 
-from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.checkpoint.storage import verified_reads
-from smp_strategy.checkpoint.storage.atomic_commit import saving
-from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.remote_path import local_path
-from smp_strategy.checkpoint.storage.verify import previous
-from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.distributed.rendezvous import alike, meet
-from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
+from smp_strategy.distributed.rendezvous import alike
+from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saved_models.shared_states import snapshot
+from smp_strategy.engine.saved_models.spread_saving import FileNotes, SpreadModel
+from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
-from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.shared_states import snapshot
-from smp_strategy.integrations.saved_models.spread_saving import FileNotes, SpreadModel
 
 __all__ = ["StateFolderHooks"]
 
@@ -49,8 +41,6 @@ Job = Callable[[], None]
 
 class StateFolderHooks(SavingHooks):
     """Methods of the Accelerator for checkpoints of a run."""
-
-    _smp_writer: tuple[Engine, ShardedWriter] | None = None
 
     # Saving
 
@@ -73,8 +63,8 @@ class StateFolderHooks(SavingHooks):
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
         given = None if output_dir is None else os.fspath(output_dir)
-        with self.smp.main_calls.together(("accelerator.save_state", "", given, safe_serialization)):
-            meet("accelerator.save_state")
+        call = "accelerator.save_state"
+        with self.smp.main_calls.together((call, "", given, safe_serialization), call):
             self.smp.settle()
             return self._smp_save_state(given, safe_serialization=safe_serialization)
 
@@ -101,7 +91,7 @@ class StateFolderHooks(SavingHooks):
             if is_sharded:
                 self._smp_save_sharded(save)
             if save.is_later:
-                self.smp.background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
+                self.smp.background.save(target, partial(self._smp_finish_later, save, target, self._smp_note()))
             else:
                 with alike(save.doing):
                     self._smp_describe(staging)
@@ -182,12 +172,9 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_save_sharded(self, save: "_FolderSave") -> None:
         """Save the sharded folder, on all ranks. Collective."""
-        engine = self.smp.engine
-        if self._smp_writer is None or self._smp_writer[0] is not engine:
-            self._smp_writer = engine, ShardedWriter(engine.mesh.saving_group)
+        saved = self.smp.engine.saved
         with self._smp_aside():
-            state = engine.saved.held_state(unwrapped(self._smp_trained()))
-            prepared = self._smp_writer[1].prepare(state, copy=save.is_later)
+            prepared = saved.prepared(saved.held_state(unwrapped(self._smp_trained())), copy=save.is_later)
         save.do(partial(prepared.write, save.folder / folders.SHARDED, note=self._smp_note()))
 
     def _smp_trained(self) -> list[Any]:
@@ -200,23 +187,17 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_describe(self, staging: Path) -> None:
         if self._smp_writes:
-            verified_reads.describe(staging, self._smp_note())
+            folders.describe(staging, self._smp_note())
 
     def _smp_finish_later(self, save: "_FolderSave", target: Path, note: dict[str, Any]) -> None:
         """Write all jobs in a thread. Ranks that write full files do so alone; shards are written by all ranks."""
-        try:
-            with saving(target):
-                for job in save.jobs:
-                    job()
-                if self._smp_writes:
-                    verified_reads.describe(save.folder, note)
-                    folders.move_in(save.folder, target, replaces=folders.STATES)
+        with folders.filling(save.folder, target, is_mine=self._smp_writes):
+            for job in save.jobs:
+                job()
             if self._smp_writes:
-                self._smp_delete_oldest(target)
-        except BaseException:
-            if self._smp_writes:
-                folders.remove(save.folder)
-            raise
+                folders.describe(save.folder, note)
+                folders.move_in(save.folder, target, replaces=folders.STATES)
+        self._smp_delete_oldest(target)
 
     def _smp_delete_oldest(self, target: Path) -> None:
         """Delete old checkpoints beyond the user's ``total_limit``."""
@@ -249,8 +230,7 @@ class StateFolderHooks(SavingHooks):
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        with self.smp.main_calls.together():
-            meet("accelerator.load_state")
+        with self.smp.main_calls.together(meeting="accelerator.load_state"):
             self.smp.settle()
             self._smp_load_state(input_dir, load_kwargs or {}, strict=options.get("strict", True))
 
@@ -267,7 +247,7 @@ class StateFolderHooks(SavingHooks):
                     "or save with `ProjectConfiguration(save_on_each_node=True)`."
                 )
             if self.is_local_main_process:
-                _verify(folder)
+                folders.verify(folder)
         with alike(f"loading from {folder}"):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
@@ -307,7 +287,7 @@ class StateFolderHooks(SavingHooks):
         if (folder / OWN_FILE).exists():
             self.load_own_state(state_files.state(folder / OWN_FILE))
 
-    def _smp_stored(self, folder: Path) -> CheckpointReader | None:
+    def _smp_stored(self, folder: Path) -> Any:
         """Open the sharded folder; ``None`` if the checkpoint has none."""
         if not (folder / folders.SHARDED).exists():
             return None
@@ -316,9 +296,7 @@ class StateFolderHooks(SavingHooks):
                 f"{folder} has the state of a model that was spread over ranks, but none is prepared here. Call "
                 "`accelerator.prepare` with the model before `load_state`."
             )
-        stored = CheckpointReader.open(folder / folders.SHARDED)
-        stored.rest()  # empty, but reading it reports damage
-        return stored
+        return folders.stored(folder)
 
     # Objects of the user
 
@@ -357,7 +335,7 @@ class StateFolderHooks(SavingHooks):
                     "`automatic_checkpoint_naming` names folders in `project_dir`, which is not given. Set it: "
                     "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
                 )
-            target = local_path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+            target = folders.to_write(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if target.exists():
                 raise ValueError(
                     f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
@@ -368,20 +346,14 @@ class StateFolderHooks(SavingHooks):
             raise ConfigError(
                 "`save_state` needs `output_dir` unless `automatic_checkpoint_naming` is set. Name a folder."
             )
-        return local_path(given)
+        return folders.to_write(given)
 
     def _smp_folder_to_read(self, given: str | os.PathLike[str] | None) -> Path:
         if given is not None:
-            folder = local_path(given).expanduser()
-            commit.recover(folder)
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"{folder} is a file. Name the folder that `accelerator.save_state` has written.")
-            if not folder.is_dir():
-                raise ValueError(f"Tried to find {folder} but folder does not exist")
-            return folder
+            return folders.to_read(given)
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        return folders.newest(local_path(self.project_dir) / "checkpoints")
+        return folders.newest(folders.to_write(self.project_dir) / "checkpoints")
 
 
 def _write_file(model: SpreadModel, path: Path) -> None:
@@ -390,15 +362,6 @@ def _write_file(model: SpreadModel, path: Path) -> None:
     notes = FileNotes(path.parent)
     notes.note(clean_state_dict_for_safetensors(entries), path, {"format": "pt"})
     state.write(notes.files, path.parent, writers=[0])
-
-
-def _verify(folder: Path) -> None:
-    try:
-        verified_reads.verify(folder)
-    except CheckpointError as error:
-        other = previous(folder)
-        found = "There is no undamaged one" if other is None else f"The newest undamaged one is {other}"
-        raise CheckpointError(f"{error} {found} beside it.") from None
 
 
 @final

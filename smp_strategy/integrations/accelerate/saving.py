@@ -4,7 +4,7 @@ State dicts have whole tensors under plain names, and loading accepts those of p
 the shards, one tensor at a time. Only if they are written later, by hooks or on each node are the shards gathered on
 global rank 0 (with ``save_on_each_node`` on the first rank of each node); the other ranks wait, and fail if it fails.
 Files are written beside their place and moved there when they are complete
-(:mod:`smp_strategy.integrations.saved_models.state_folders`). Resuming a run:
+(:mod:`smp_strategy.engine.saved_models.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
@@ -18,33 +18,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import torch
 from accelerate.utils import save
 from torch import nn
 
-from smp_strategy.checkpoint.spread_state import SpreadState
-from smp_strategy.checkpoint.storage.atomic_commit import replacing, saving
-from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate import full_states, rng_files
-from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.session import HookBase, Session
-from smp_strategy.integrations.saved_models import state_folders as folders
-from smp_strategy.integrations.saved_models.pretrained_calls import (
+from smp_strategy.engine.optimizer_steps import trains
+from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saved_models.pretrained_calls import (
     PretrainedCalls,
     StateDictCalls,
     library_of,
     pretrained_parts,
 )
-from smp_strategy.integrations.saved_models.shared_states import on_every_rank, sent_to_writers
-from smp_strategy.integrations.saved_models.spread_saving import (
+from smp_strategy.engine.saved_models.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.engine.saved_models.spread_saving import (
     FileNotes,
     SpreadModel,
     spread_model,
     write_together,
 )
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate import full_states, rng_files
+from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.model.patching import Patches
 
 __all__ = ["OWN_FILE", "SavingHooks"]
@@ -182,8 +179,7 @@ class SavingHooks(HookBase):
             optimizer: prepared.
         """
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
-        with self.smp.main_calls.together():
-            meet("accelerator.get_optimizer_state_dict")
+        with self.smp.main_calls.together(meeting="accelerator.get_optimizer_state_dict"):
             if engine is None:
                 return bare.state_dict()
             return self._smp_for_writers(engine.saved.full_optimizer_state(bare))
@@ -196,15 +192,11 @@ class SavingHooks(HookBase):
             path: path of the file, which is replaced atomically by the main process.
         """
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
-        is_written_here = self.is_main_process
-        with ExitStack() as stack:
-            stack.enter_context(self.smp.main_calls.together())
-            meet("accelerator.write_optimizer_state_dict")
-            staging = stack.enter_context(replacing(path, is_folder=False)) if is_written_here else path
+        with self.smp.main_calls.together(meeting="accelerator.write_optimizer_state_dict"):
             if engine is not None:
-                engine.saved.write_full_optimizer_state(bare, staging)
-            elif is_written_here:
-                torch.save(bare.state_dict(), staging)
+                engine.saved.write_full_optimizer_state(bare, path)
+            elif self.is_main_process:
+                folders.save_file(bare.state_dict(), path)
 
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
@@ -269,8 +261,7 @@ class SavingHooks(HookBase):
 
     def wait_for_everyone(self) -> None:
         """Barrier over all ranks; raises if some are in another call instead. Collective."""
-        with self.smp.main_calls.together():
-            meet("accelerator.wait_for_everyone")
+        with self.smp.main_calls.together(meeting="accelerator.wait_for_everyone"):
             super().wait_for_everyone()
 
     def save_model(
@@ -291,7 +282,7 @@ class SavingHooks(HookBase):
         arguments = os.fspath(save_directory), max_shard_size, safe_serialization
         with self._smp_with_others(model, "accelerator.save_model", *arguments):
             self._smp_save_model(
-                super().save_model, model, local_path(save_directory), max_shard_size, safe_serialization
+                super().save_model, model, folders.to_write(save_directory), max_shard_size, safe_serialization
             )
 
     def _smp_save_model(
@@ -320,7 +311,6 @@ class SavingHooks(HookBase):
         model: nn.Module,
         max_shard_size: int | str,
         staging: Path,
-        state: SpreadState,
         entries: dict[str, Any],
     ) -> FileNotes:
         """Let Accelerate's ``save_model`` prepare the files; those of tensors are noted."""
@@ -355,7 +345,7 @@ class SavingHooks(HookBase):
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """Return the engine of the module that ``optimizer`` trains; ``None`` if that module is whole."""
-        if self.smp.calls is None or not full_states.is_trained_by(self.smp.calls.model, optimizer):
+        if self.smp.calls is None or not trains(optimizer, self.smp.calls.model):
             return None
         return self.smp.engine
 
@@ -386,13 +376,8 @@ class SavingHooks(HookBase):
         with alike(f"making {staging}"):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
-        try:
-            with saving(target):
-                yield staging
-        except BaseException:
-            if self.is_local_main_process:
-                folders.remove(staging)
-            raise
+        with folders.filling(staging, target, is_mine=self.is_local_main_process):
+            yield staging
 
     def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
         """Move the complete staging folder to its place. Collective."""

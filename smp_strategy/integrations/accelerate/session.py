@@ -11,29 +11,55 @@ An Accelerator gets the hooks by a change of its class in the middle of its own 
 import dataclasses
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.door_words import OF_ACCELERATE, speak
-from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.main_process_calls import MainProcessCalls
-from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.engine.async_saves import AsyncSaves
+from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.data_ranks import DataGroups
-from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.main_process_calls import MainProcessCalls
+from smp_strategy.engine.model_calls.model_calls import ModelCalls
+from smp_strategy.engine.run_lifecycle import begin_run, of_fields, of_options, of_process
+from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
+from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.precision.grad_scaler import GradScaler
 
-__all__ = ["HookBase", "Session"]
+__all__ = ["WORDS", "HookBase", "Session", "settings_of_accelerator", "settings_of_plugin"]
+
+WORDS: Final = DoorWords(
+    in_hook="in `accelerator.smp.with_weights(lambda: ...)` on all ranks",
+    first_pass="before `accelerator.prepare`, or before the Trainer gets it",
+    save_model="`model.save_pretrained` or `accelerator.get_state_dict(model)`",
+    save_all="`accelerator.save_state`",
+    whole_state=", or `state_dict()` of the optimizer that `accelerator.prepare` has returned",
+    on_one="if accelerator.is_main_process: ",
+    on_one_saves="`if accelerator.is_main_process: accelerator.save_state()`",
+    tell="`accelerator.log` or `accelerator.print`",
+    clip="`accelerator.clip_grad_norm_`",
+    average='`accelerator.reduce(value, "mean")`',
+    end_of_run="`accelerator.end_training()`",
+)
+# Settings that all ranks must have alike: those that change numbers or the number of steps.
+_OWN: Final = ("loss_in_model", "loss_reduction", "training_outputs")
+_OF_ACCELERATOR: Final = ("gradient_accumulation_steps", "mixed_precision", "step_scheduler_with_optimizer")
+_OF_LOADERS: Final = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+_OF_ARGUMENTS: Final = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm", "num_train_epochs"),
+    *("max_steps", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "label_smoothing_factor"),
+    *("dataloader_drop_last", "train_sampling_strategy", "group_by_length", "remove_unused_columns"),
+    *("gradient_checkpointing", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy"),
+    *("save_steps", "load_best_model_at_end", "metric_for_best_model", "average_tokens_across_devices"),
+    *("ignore_data_skip", "neftune_noise_alpha", "auto_find_batch_size", "full_determinism"),
+)
 
 
 @final
@@ -78,7 +104,7 @@ class Session:
         self.state_calls: list[StateDictCalls] = []
         self.pretrained_calls: list[PretrainedCalls] = []
         self.scaler: GradScaler | None = None
-        self.background = BackgroundSave()
+        self.background = AsyncSaves()
         self.main_calls = MainProcessCalls()
         self.read_weights: Callable[[], Mapping[str, Any] | None] = lambda: None
         self._engine: Engine | None = None
@@ -113,8 +139,7 @@ class Session:
         """
         if self._engine is not left:
             self._close_engine()
-        begin_run()
-        speak(OF_ACCELERATE)
+        begin_run(WORDS)
         self._engine = left or Engine(
             config,
             report=self._report,
@@ -137,8 +162,7 @@ class Session:
         """
         if self._engine is None:
             return function()
-        with self.main_calls.together():
-            meet("accelerator.smp.with_weights")
+        with self.main_calls.together(meeting="accelerator.smp.with_weights"):
             self._engine.reduce_gradients()
             found = self._engine.run_hook(function)
         if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):
@@ -159,18 +183,18 @@ class Session:
     def data_groups(self) -> DataGroups:
         """Process groups of the data ranks. Created at the first access, which is collective."""
         if self._data_groups is None:
-            self._data_groups = DataGroups(self.data_ranks(), timeout=self.timeout)
+            self._data_groups = DataGroups(self.data_ranks(), "`accelerator.gather` or its like", timeout=self.timeout)
         return self._data_groups
 
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that read samples of their own; scripts see this as the number of processes."""
-        return self.shape.dp * (1 if self.config.prescaled_batch else self.shape.tp)
+        return self._reader_of(self.rank)[0]
 
     @property
     def data_rank(self) -> int:
         """Index of the data rank whose samples this rank reads."""
-        return self._data_rank_of(self.rank)
+        return self._reader_of(self.rank)[1]
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -181,13 +205,11 @@ class Session:
         """Global ranks that read the same samples, for each data rank; the first of each pipeline comes first."""
         found: list[list[int]] = [[] for _ in range(self.num_data_ranks)]
         for rank in range(self.shape.world_size):
-            found[self._data_rank_of(rank)].append(rank)
+            found[self._reader_of(rank)[1]].append(rank)
         return found
 
-    def _data_rank_of(self, rank: int) -> int:
-        here = self.shape.coordinates(rank)
-        dp_rank = here["dp_replicate"] * self.shape.dp_shard + here["dp_shard"]
-        return dp_rank if self.config.prescaled_batch else dp_rank * self.shape.tp + here["tp"]
+    def _reader_of(self, rank: int) -> tuple[int, int]:
+        return self.shape.reader_of(rank, is_joint=self.config.prescaled_batch)
 
     def _report(self, text: str) -> None:
         if self.rank == 0:
@@ -196,8 +218,7 @@ class Session:
     def settle(self) -> None:
         """Wait for asynchronous saves; if one failed on any rank, raise on all. Collective."""
         if self.config.async_save:
-            with alike("saving in the background"):
-                self.background.wait()
+            self.background.wait_together()
 
     def close(self) -> None:
         """Close the engine, if there is one, and drop all process groups; the module stays as it is."""
@@ -244,3 +265,28 @@ class HookBase(Accelerator):  # type: ignore[misc]  # published without type inf
             plugin: the :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
         """
         self.smp = session
+
+
+def settings_of_plugin(plugin: Any, handler: Any, args: Any | None) -> dict[str, str]:
+    """Settings known when an Accelerator begins to be made.
+
+    Args:
+        plugin: The :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
+        handler: ``InitProcessGroupKwargs``, if the user has given them.
+        args: ``TrainingArguments``, if a Trainer of Transformers makes it.
+    """
+    return {
+        **of_options(plugin.config, "`{}` of SMPPlugin"),
+        **of_fields(plugin, _OWN, "`{}` of SMPPlugin"),
+        **of_fields(handler, ("timeout",), "`InitProcessGroupKwargs({})`"),
+        **({} if args is None else of_fields(args, _OF_ARGUMENTS, "`TrainingArguments({})`")),
+        **of_process("accelerate", *([] if args is None else ["transformers"])),
+    }
+
+
+def settings_of_accelerator(accelerator: Any) -> dict[str, str]:
+    """Settings of an Accelerator that prepares a model."""
+    return {
+        **of_fields(accelerator, _OF_ACCELERATOR, "`Accelerator({})`"),
+        **of_fields(accelerator.dataloader_config, _OF_LOADERS, "`DataLoaderConfiguration({})`"),
+    }

@@ -1,21 +1,18 @@
 """Read and write the checkpoint files of Accelerate, for full states."""
 
-import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
+from smp_strategy.engine.saved_models.state_folders import reading
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["mapped", "name", "read", "read_custom", "state", "weights", "write", "write_weights"]
@@ -72,7 +69,7 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
     safe, pickled = (folder / name(each, number) for each in (f"{SAFE_MODEL_NAME}.safetensors", f"{MODEL_NAME}.bin"))
     found: dict[str, Any]
     if safe.exists():
-        with _explained(safe):
+        with reading(safe):
             found = load_file(safe, device="cpu")
     elif pickled.exists():
         found = state(pickled)
@@ -97,7 +94,7 @@ def mapped(path: Path, **options: Any) -> Any:
     Raises:
         CheckpointError: the file is damaged, or names code that would have to be run.
     """
-    with _explained(path), allowing_plain_values():
+    with reading(path):
         return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
 
 
@@ -120,19 +117,6 @@ def state(path: Path, *keys: str, **options: Any) -> dict[str, Any]:
     )
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} {load_failure(error)} Load another "
-            'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'
-        ) from error
-    except (EOFError, SafetensorError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
-
-
 def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
     """Read the states that all ranks of a pipeline share: all but models, optimizers and the user's registered objects.
 
@@ -145,7 +129,7 @@ def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, 
     Raises:
         RuntimeError: not as many objects are registered for checkpointing as were saved.
     """
-    with _explained(folder):
+    with reading(folder):
         load_accelerator_state(
             str(folder),
             [],

@@ -6,29 +6,28 @@ is not certain when it is prepared; a frozen one, or one in evaluation mode that
 partitioned until a trained one comes.
 """
 
-import gc
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import has_crashed
-from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.integrations.accelerate.compared_settings import settings_of_accelerator
+from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.model_calls.lent_weights import LentWeights
+from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
+from smp_strategy.engine.optimizer_steps import trains
+from smp_strategy.engine.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.integrations.accelerate.data import ActiveLoader
-from smp_strategy.integrations.accelerate.lent_weights import LentWeights
-from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
-from smp_strategy.integrations.accelerate.session import HookBase, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session, settings_of_accelerator
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
     refuse_compiled,
@@ -36,8 +35,6 @@ from smp_strategy.integrations.accelerate.validation import (
     second_model,
 )
 from smp_strategy.model.deferred_tensor import lacks_values, read_now
-from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.precision.loss_scale import ScalingRules
 
 __all__ = ["PreparedModel", "TrainingHooks"]
 
@@ -70,7 +67,7 @@ class PreparedModel:
         self._coming = list(optimizers)
         known = [*prepared, *optimizers]
         wanting = [model for model in models if not self.may_stay_whole(model, prepared)]
-        trained = [model for model in wanting if _is_trained_by(known, model)]
+        trained = [model for model in wanting if any(trains(each, model) for each in known)]
         for candidates in (trained, wanting):
             if len(candidates) == 1:
                 self.chosen = candidates[0]
@@ -86,18 +83,11 @@ class PreparedModel:
             return True
         known = [*prepared, *self._coming]
         is_evaluated = any(model is each for each in self._evaluated)
-        return is_evaluated or (not model.training and not _is_trained_by(known, model))
+        return is_evaluated or (not model.training and not any(trains(each, model) for each in known))
 
     def other_of(self, optimizer: Optimizer) -> nn.Module | None:
         """Return one of :attr:`others` that ``optimizer`` trains, if any."""
-        return next((model for model in self.others if _is_trained_by([optimizer], model)), None)
-
-
-def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(
-        id(each) in own for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-    )
+        return next((model for model in self.others if trains(optimizer, model)), None)
 
 
 class TrainingHooks(HookBase):
@@ -106,7 +96,7 @@ class TrainingHooks(HookBase):
     def begin(self, session: Session, plugin: Any) -> None:
         """Create the state of these hooks; nothing is prepared yet."""
         super().begin(session, plugin)
-        call_at_exit(self._smp_leave)
+        leave_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_unprepared: UnpreparedOptimizers | None = None
         self._smp_models = PreparedModel()
@@ -168,7 +158,7 @@ class TrainingHooks(HookBase):
             return model
         vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         engine = self.smp.begin_engine(config, left)
-        engine.ledger.note(SETTINGS, settings_of_accelerator(self))
+        note_settings(settings_of_accelerator(self), engine.ledger)
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
@@ -290,8 +280,7 @@ class TrainingHooks(HookBase):
         self.smp.engine.reduce_gradients()
         given = self._optimizers if optimizer is None else optimizer
         for each in unwrapped(given if isinstance(given, (tuple, list)) else [given]):
-            if not self.smp.scaler.has_unscaled(each):
-                self.smp.scaler.unscale_(each)
+            self.smp.scaler.ensure_unscaled(each)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -366,21 +355,19 @@ class TrainingHooks(HookBase):
         self.smp.calls = self._smp_unprepared = None
         self.smp.close()
 
-    def _smp_leave(self) -> None:
-        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+    def _smp_leave(self) -> bool:
+        """Close everything when the process ends; whether process groups are to be dropped."""
         try:
             self.smp.background.wait()
         except Exception as error:
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
         if has_crashed():  # other ranks may never come to a collective
-            return
+            return False
         with suppress(RuntimeError):  # a rank that has failed says so itself
             self.smp.main_calls.end()
             self.smp.main_calls.arrive()
         self.smp.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+        return True
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -13,15 +13,13 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     precision_plugin                loss scaling and clipping over all ranks
     manual_optimization             backward and optimizer calls of the user's step, once per batch
     monitor_callback                SMPMonitor: speed, memory and waiting for loggers; NaN and infinity
-    optimizer_modes                 train and eval of schedule-free optimizers
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
     collectives                     reduce, all_gather, broadcast, barrier
-    checkpoint_hooks                save and load; checkpoint_content: split a checkpoint; async_saves: in background
+    checkpoint_hooks                save and load
     streamed_checkpoint             full checkpoints that no rank has as a whole
-    checkpoint_objects              networks and optimizers among the hyperparameters
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
     launcher, child_processes       start the ranks of a machine, watch and end them
-    joining, trainer_settings       ranks meet, compare their settings, and join the process group
+    joining                         ranks meet, compare their settings, and join the process group
     environment, sigterm            submitit, torchrun, backends; stop all ranks before the same step
 """
 

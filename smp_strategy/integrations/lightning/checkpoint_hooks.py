@@ -13,51 +13,41 @@ Where no hook looks at them, it collects one tensor at a time (:mod:`.streamed_c
 *Sharded*: tensors stay on their ranks; hooks see each rank's blocks, and all ranks write a directory.
 """
 
+import copy
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.sources import EditedState
-from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
-from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, place_of
-from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
-from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
-from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptCheckpoints
-from smp_strategy.integrations.lightning.checkpoint_content import (
-    collect_optimizers,
-    join_checkpoint,
-    last_checkpoints,
-    refuse_foreign_content,
-    refuse_foreign_folder,
+from smp_strategy.engine.async_saves import AsyncSaves
+from smp_strategy.engine.checkpoint_content import (
+    described_elsewhere,
+    is_path,
+    named_in,
+    read_checkpoint,
+    recover_folder,
     split_checkpoint,
+    with_all_names,
 )
-from smp_strategy.integrations.lightning.checkpoint_objects import has_objects, put_whole_objects
+from smp_strategy.engine.checkpoint_objects import has_objects, put_whole_objects
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.run_outcome import have_all_stopped
+from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
+from smp_strategy.engine.saved_models.shared_states import snapshot
+from smp_strategy.engine.saved_models.spread_saving import spread_model
+from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.integrations.lightning.resume import ResumeHooks
-from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.integrations.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
-from smp_strategy.integrations.saved_models.shared_states import snapshot
-from smp_strategy.integrations.saved_models.spread_saving import spread_model
-from smp_strategy.model.deferred_tensor import DeferredTensor, lacks_values
+from smp_strategy.model.patching import Patches
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -116,15 +106,15 @@ class CheckpointHooks:
         self._refuse_alone()
         meet("trainer.save_checkpoint")
         if self._is_sharded:
-            return _with_all_names(self._engine().saved.held_state(())["state_dict"])
-        return _described_elsewhere(self._streamed.state_dict())
+            return with_all_names(self._engine().saved.held_state(())["state_dict"])
+        return described_elsewhere(self._streamed.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state: all of it (full), or this rank's blocks (sharded). Collective."""
         if self._is_sharded:
             state: dict[str, Any] = self._engine().saved.held_state((unwrap(optimizer),))["optimizer_0"]
             return state
-        return _described_elsewhere(self._streamed.optimizer_state(unwrap(optimizer)))
+        return described_elsewhere(self._streamed.optimizer_state(unwrap(optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
@@ -144,12 +134,11 @@ class CheckpointHooks:
         saves = self._saves
         assert saves is not None
         saves.wait()
-        place = place_of(self._strategy.broadcast(filepath))
+        place = self._strategy.broadcast(filepath)
         if self._is_sharded:
             self._refuse_plugins(filepath, storage_options)
             self._save_sharded(checkpoint, place, saves)
         elif self._streamed.is_on:
-            assert isinstance(place, Path)
             self._streamed.write(checkpoint, place)
         elif self._strategy.global_rank == 0:
             self._save_full(checkpoint, filepath, place, storage_options, saves)
@@ -162,21 +151,21 @@ class CheckpointHooks:
         groups = [unwrap(optimizer).param_groups for optimizer in self._strategy.optimizers]
         return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Place, saves: AsyncSaves) -> None:
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Any, saves: AsyncSaves) -> None:
         state, rest = split_checkpoint(checkpoint)
         if saves.in_background and self._strategy.global_rank == 0:
             rest = snapshot(rest)
-        saves.save_sharded(path, state, rest=rest, note=self._note(checkpoint))
+        saves.save_sharded(self._engine().saved, path, state, rest=rest, note=self._note(checkpoint))
 
-    def _save_full(self, checkpoint: dict[str, Any], given: Any, place: Place, options: Any, saves: AsyncSaves) -> None:
+    def _save_full(self, checkpoint: dict[str, Any], given: Any, place: Any, options: Any, saves: AsyncSaves) -> None:
         if saves.in_background:
             # Spread weights were collected into new tensors, which need no further copy.
             fresh = (
                 {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self._engine().is_spread else ()
             )
             checkpoint = snapshot(checkpoint, lambda tensor: id(tensor) in fresh)
-        if isinstance(place, Path) and self._is_plain_file(place, options):
-            saves.save(place, lambda: write_full(place, checkpoint))
+        if self._is_plain_file(place, options):
+            saves.save_full(place, checkpoint)
         else:
             io = self._strategy.checkpoint_io
             saves.save(place, lambda: io.save_checkpoint(checkpoint, given, storage_options=options))
@@ -194,13 +183,13 @@ class CheckpointHooks:
         """
         if self._strategy.global_rank != 0:
             return
-        place, io = place_of(filepath), self._strategy.checkpoint_io
+        io = self._strategy.checkpoint_io
         if self._saves is None:
             plain(filepath)
         elif self._has_own_io:
-            self._saves.remove(place, lambda: io.remove_checkpoint(filepath))
+            self._saves.remove(filepath, lambda: io.remove_checkpoint(filepath))
         else:
-            self._saves.remove(place)
+            self._saves.remove(filepath)
 
     def _refuse_plugins(self, path: Any, storage_options: Any = None) -> None:
         """Refuse plugins and options that the ranks do not use, which write a folder together."""
@@ -250,43 +239,28 @@ class CheckpointHooks:
             if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
                 folders.add(folder := resolve(trainer))
                 vars(callback).pop("_find_last_checkpoints", None)
-                if isinstance(place := place_of(folder), RemotePath):
-                    callback._find_last_checkpoints = partial(last_checkpoints, place, callback)
+                if not is_path(folder):
+                    callback._find_last_checkpoints = partial(_last_checkpoints, folder, callback)
         for folder in folders:
-            commit.recover_all(place_of(folder))
+            recover_folder(folder)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Read a checkpoint of either form. Tensors of a directory are read lazily, at their first use.
+        """Read a checkpoint; see :func:`~smp_strategy.engine.checkpoint_content.read_checkpoint`.
 
         Args:
             checkpoint_path: file, directory or URL.
-            weights_only: whether only tensors and plain values are allowed, so that no file can run code;
-                ``None``: the value of the option ``checkpoint_weights_only``.
+            weights_only: ``None``: the value of the option ``checkpoint_weights_only``.
             plain: Lightning's own ``load_checkpoint``.
-
-        Raises:
-            CheckpointError: it is damaged, or contains objects that are not allowed.
         """
         if self._saves is not None:
             self._saves.wait()
         if weights_only is None:
             weights_only = self._config().checkpoint_weights_only and not _is_forced_open()
-        checkpoint_path = self._strategy.broadcast(checkpoint_path)
-        place = place_of(checkpoint_path)
-        with allowing_plain_values():
-            if is_sharded(place):
-                directory = CheckpointReader.open(place)
-                checkpoint = join_checkpoint(directory, directory.rest(weights_only=weights_only))
-            elif isinstance(place, RemotePath) or self._has_own_io:
-                checkpoint = plain(checkpoint_path, weights_only=weights_only)
-            else:
-                refuse_foreign_folder(place)
-                content = _read_by_all(place, weights_only, verifies=self._strategy.local_rank == 0)
-                checkpoint = collect_optimizers(dict(content)) if isinstance(content, Mapping) else content
-        refuse_foreign_content(checkpoint, checkpoint_path)
-        return checkpoint
+        path, verifies = self._strategy.broadcast(checkpoint_path), self._strategy.local_rank == 0
+        is_ours = not self._has_own_io
+        return read_checkpoint(path, plain, weights_only=weights_only, is_ours=is_ours, verifies=verifies)
 
     def load_model_state_dict(self, engine: Engine | None, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of the weights; before the first step that is all of them.
@@ -300,12 +274,8 @@ class CheckpointHooks:
         assert module is not None
         if engine is not None and not engine.serves(module):
             engine = None
-        is_unread = any(isinstance(value, DeferredTensor) for value in checkpoint["state_dict"].values())
-        is_delayed = any(lacks_values(parameter) for parameter in module.parameters())
-        if engine is not None and is_unread and (engine.is_spread or is_delayed):
-            engine.saved.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
-        elif engine is not None:
-            engine.saved.load_state_dict(checkpoint["state_dict"], strict=strict)
+        if engine is not None:
+            engine.saved.load_edited(checkpoint["state_dict"], strict=strict)
         else:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
@@ -322,7 +292,7 @@ class CheckpointHooks:
             )
         for number, (optimizer, state) in enumerate(zip(self._strategy.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
-                source = EditedState({f"optimizer_{number}": state})
+                source = {f"optimizer_{number}": state}
                 self._engine().saved.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
                 self._engine().saved.load_optimizer_state(unwrap(optimizer), state)
@@ -337,7 +307,7 @@ class CheckpointHooks:
 
     def _is_plain_file(self, path: Any, storage_options: Any) -> bool:
         """Whether this package writes a full checkpoint itself."""
-        return isinstance(place_of(path), Path) and not self._has_own_io and storage_options is None
+        return is_path(path) and not self._has_own_io and storage_options is None
 
     def _is_written_here(self, path: Any, storage_options: Any) -> bool:
         """Whether this package writes a full checkpoint itself, and now."""
@@ -372,7 +342,7 @@ class CheckpointHooks:
         """
         if self._is_sharded and trainer.checkpoint_callback is not None and trainer.state.fn == "fit":
             self._refuse_plugins(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
-        self._saves = AsyncSaves(self._engine().mesh.saving_group, in_background=self._config().async_save)
+        self._saves = AsyncSaves(in_background=self._config().async_save)
         kept = KeptCheckpoints(self._saves)
         patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
@@ -416,65 +386,77 @@ def _is_by_name(state: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
-def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> Any:
-    """The content of a file, verified by a single rank per node that reads all of it. Collective.
-
-    Raises:
-        CheckpointError: on all ranks; the file is missing, damaged, or cannot be loaded without running code.
-    """
-    content, problem = None, None
-    try:
-        if verifies:
-            content = read_full(path, weights_only=weights_only)
-    except Exception as error:
-        problem = error
-    problems: list[tuple[str, str] | None] = []
-    if dist.is_initialized():
-        mine = problem if problem is None else (type(problem).__name__, str(problem))
-        problems = collectives.gather_objects(mine, f"the verification of {path}")
-    if problem is not None:
-        raise problem
-    for kind, text in filter(None, problems):
-        raise CheckpointError(f"{path} cannot be loaded, as another rank has found: {kind}: {text}")
-    if content is None:
-        content = read_full(path, weights_only=weights_only, verify=False)
-    return content
-
-
 def _is_forced_open() -> bool:
     """Whether PyTorch's environment variable allows arbitrary objects in checkpoint files."""
     return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in ("1", "y", "yes", "true")
 
 
-def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` of global rank 0, with meta tensors on the other ranks. Collective.
+def _last_checkpoints(folder: str, callback: Any, trainer: Any) -> set[str]:
+    """Addresses of the last checkpoints of a ModelCheckpoint in ``folder``; its ``_find_last_checkpoints``."""
+    return named_in(folder, callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION)
 
-    So user hooks that drop or rename entries find them on all ranks.
+
+@final
+class KeptCheckpoints:
+    """Patches the callbacks and loggers of a run, on the instances, to respect saves in flight.
+
+    Links are replaced atomically: Lightning removes the old one first, and a run that is killed in between has none.
+
+    Args:
+        saves: the checkpoint writer.
     """
 
-    def described(leaf: Any) -> Any:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+    def __init__(self, saves: AsyncSaves) -> None:
+        self._saves = saves
+        self._callbacks: list[Any] = []
+        self._patches = Patches()
 
-    found = collectives.tell(pytree.tree_map(described, dict(state)), 0, "the entries of a checkpoint")
-    return state or found
+    def install(self, callbacks: Iterable[Any], loggers: Iterable[Any]) -> None:
+        """Replace the methods."""
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
+            self._replace(callback, "_link_checkpoint", self._linking)
+            if self._saves.in_background:
+                self._replace(callback, "file_exists", self._looking)
+        for logger in loggers if self._saves.in_background else ():
+            self._replace(logger, "after_save_checkpoint", self._announcing)
+
+    def remove(self) -> None:
+        """Restore the methods."""
+        self._patches.give_back()
+
+    def _replace(self, owner: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name, None)
+        if callable(original) and name not in vars(owner):
+            self._patches.put(owner, name, stand_in(original))
+
+    def _linking(self, original: Any) -> Any:
+        def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
+            if trainer.is_global_zero:
+                self._saves.link(filepath, linkpath)
+            trainer.strategy.barrier()
+
+        return link
+
+    def _looking(self, original: Any) -> Any:
+        def file_exists(filepath: Any, trainer: Any) -> bool:
+            is_there = trainer.is_global_zero and self._saves.exists(filepath)
+            return bool(trainer.strategy.reduce_boolean_decision(is_there, all=False))
+
+        return file_exists
+
+    def _announcing(self, original: Any) -> Any:
+        def after_save_checkpoint(callback: Any) -> None:
+            now = _as_it_is(next((each for each in self._callbacks if each == callback), callback))
+            self._saves.announce(lambda: original(now))
+
+        return after_save_checkpoint
 
 
-def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's tensors, plus name, shape and dtype of all others. Collective.
-
-    A tensor with several names is one object under all of them.
-    """
-    mine = {
-        name: (each.shape, each.dtype, each.aliases) for name, each in state.items() if isinstance(each, HeldTensor)
-    }
-    everyones = collectives.gather_objects(mine, "the names of a checkpoint's tensors")
-    whole: dict[str, Any] = {}
-    for name, value in state.items():
-        whole.update(dict.fromkeys((name, *(value.aliases if isinstance(value, HeldTensor) else ())), value))
-    for described in everyones:
-        for name, (shape, dtype, aliases) in described.items():
-            if name not in whole:
-                whole.update(
-                    dict.fromkeys((name, *aliases), HeldTensor(shape=shape, dtype=dtype, blocks=(), aliases=aliases))
-                )
-    return whole
+def _as_it_is(callback: Any) -> Any:
+    """A snapshot of a callback, which may describe the next checkpoint by the time the logger reads it."""
+    copied = copy.copy(callback)
+    for name, value in vars(copied).items():
+        if isinstance(value, dict):
+            vars(copied)[name] = dict(value)
+    return copied

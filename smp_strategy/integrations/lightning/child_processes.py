@@ -20,11 +20,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final, final
 
-import torch.distributed as dist
-
-from smp_strategy.distributed.failure import publish
 from smp_strategy.distributed.peer_processes import how_it_ended, is_stopped
-from smp_strategy.distributed.torch_private import default_store
+from smp_strategy.engine.crash_report import publish_end
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher"]
@@ -142,11 +139,7 @@ class Children:
                 return
         failed = (each for each in zip(self._ranks, self._processes, strict=True) if _has_failed(each[1]))
         rank, process = next(failed)
-        story = how_it_ended(process.pid, process.returncode)
-        if dist.is_initialized():
-            # A connection of its own: the main thread may block on the existing one.
-            with suppress(RuntimeError):
-                publish(default_store().clone(), rank, story)  # type: ignore[attr-defined]
+        story = publish_end(rank, process.pid, process.returncode)
         if self._expected_to_end.wait(GRACE_SECONDS):
             return
         self.end(patience=0)

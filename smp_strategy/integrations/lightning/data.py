@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
-from smp_strategy.integrations.data.resumable_loader import follow
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.resumable_loader import follow
 from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["DataRngSync", "following"]
@@ -48,7 +48,7 @@ class DataRngSync(DataReaders):
     """The random number stream of the data path. See [Note: data stream].
 
     Args:
-        mesh: the process mesh; the ranks of a replica must agree.
+        engine: the engine of the run.
         is_joint: whether tensor-parallel ranks read alike, too.
         shares: whether the first rank of a replica sends its batches to the others.
 
@@ -56,7 +56,8 @@ class DataRngSync(DataReaders):
         data_ranks: the global ranks that read each share of the samples.
     """
 
-    def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True, shares: bool = False) -> None:
+    def __init__(self, engine: Engine, *, is_joint: bool = True, shares: bool = False) -> None:
+        mesh = engine.mesh
         is_joint = is_joint or mesh.tp == 1
         axes = ("pp", "tp") if is_joint else ("pp",)
         self.data_ranks = mesh.shape.groups(*axes)
@@ -75,8 +76,7 @@ class DataRngSync(DataReaders):
 
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
-        self.take_over(*generators)
-        self.go_on()
+        super().begin(*generators)
         self._state = global_state()
 
     def state(self) -> RngState:
@@ -107,9 +107,6 @@ class DataRngSync(DataReaders):
         if tensor is not None and read is not None:
             self._arrived.append((weakref.ref(tensor), read))
         return batch, read
-
-    def ended(self) -> None:
-        """Nothing to do: Lightning knows the end."""
 
     def read_of(self, batch: Any) -> BatchSource | None:
         """The source of ``batch``, or ``None`` if no loader made it or it has no tensor."""

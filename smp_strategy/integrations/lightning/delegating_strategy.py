@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.agreement.common_settings import shown
-from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks
 from smp_strategy.integrations.lightning.collectives import CommunicationHooks
+from smp_strategy.integrations.lightning.joining import compare_steps
 from smp_strategy.integrations.lightning.resume import ResumeHooks
-from smp_strategy.integrations.lightning.trainer_settings import settings_of_steps
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport
@@ -183,9 +180,7 @@ class DelegatingStrategy(Host):
 
     def on_train_start(self) -> None:
         """Compare how many batches the ranks have, and continue with the data and random numbers of an earlier run."""
-        settings = settings_of_steps(self._trainer_of_module())
-        told = {name: shown(value) for name, value in settings.items()}
-        Ledger().note(SETTINGS, told).compare("the beginning of training")
+        compare_steps(self._trainer_of_module())
         self._resume.on_train_start()
 
     def on_train_end(self) -> None:

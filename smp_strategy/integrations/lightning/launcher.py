@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.crash_report import keep_short, shorten
-from smp_strategy.distributed.failure import blame
+from smp_strategy.engine.crash_report import culprit_of, keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.integrations.lightning.tree import Tree
@@ -196,8 +195,7 @@ class SMPLauncherHooks(Host):
                 trainer.strategy.recover_checkpoints(trainer)
             return function(*args, **kwargs)
         except Exception as error:
-            culprit = blame(error)
-            shorten(culprit)
+            culprit = culprit_of(error)
             if culprit is not error:
                 raise culprit from None  # the consequence on this rank would only hide the cause
             raise

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from smp_strategy.engine.inspection import is_placed
+from smp_strategy.engine.join_results import StepArgument
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
 from smp_strategy.model.patching import Patches
-from smp_strategy.pipeline.join_results import StepArgument
-from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["merge_arguments", "noting", "DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 
@@ -246,7 +246,7 @@ class LogRecorder:
             self._log(name, value, *flags, **options)
             return
         calls, values = current
-        is_weighted = isinstance(value, PlacedTensor) and value.is_weighted
+        is_weighted = is_placed(value) and value.is_weighted
         calls.append(LoggedCall(name=name, flags=flags, options=options, is_weighted=is_weighted))
         values.append(_as_it_is_now(value))
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.optimizer_state import hooks_around_step
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.manual_optimization import ManualSteps
+from smp_strategy.engine.optimizer_steps import updating
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
 from smp_strategy.model.patching import Patches
-from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["ManualOptimization"]
 
@@ -152,13 +152,8 @@ class ManualOptimization:
                     "`step` of a bare optimizer (`use_pl_optimizer=False`) while losses are scaled for float16: its "
                     "gradients would be too large. Call `step` of what `self.optimizers()` returns."
                 )
-            is_one_stage = self._engine.inspection.divides_updates and self._engine.mesh.pp == 1
-            around = hooks_around_step(optimizer, self._engine.run_hook if is_one_stage else None)
-            with around, self._engine.views.put_aside():
-                self._engine.begin_update(optimizer)
-                result = method(*args, **kwargs)
-                self._engine.end_update(optimizer)
-                return result
+            with updating(self._engine, optimizer, in_sight=self._engine.mesh.pp == 1):
+                return method(*args, **kwargs)
 
         return step
 
@@ -193,9 +188,8 @@ class ManualOptimization:
         @functools.wraps(method)
         def clip(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self.reduce(optimizer)
-            bare = getattr(optimizer, "_optimizer", optimizer)
-            if self._scaler is not None and not self._scaler.has_unscaled(bare):
-                self._scaler.unscale_(bare)
+            if self._scaler is not None:
+                self._scaler.ensure_unscaled(getattr(optimizer, "_optimizer", optimizer))
             return method(optimizer, *args, **kwargs)
 
         return clip

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from smp_strategy.distributed.rng_state import global_state, set_global_state
+from smp_strategy.engine.rank_generators import undrawn
 
 __all__ = [
     "Forward",
@@ -175,8 +175,7 @@ def value_of(forwards: Sequence[Forward]) -> Any:
     if len(forwards) == 1 or forwards[0].value is None:  # None: a metric that shows nothing
         return forwards[0].value
     metric = forwards[0].metric
-    drawn = global_state()
-    with _emptied(metric):
+    with undrawn(), _emptied(metric):
         if all(forward.state is not None for forward in forwards):
             _add_up(metric, forwards)
         else:
@@ -184,9 +183,7 @@ def value_of(forwards: Sequence[Forward]) -> Any:
                 assert forward.arguments is not None
                 args, kwargs = forward.arguments
                 metric.update(*args, **kwargs)
-        value = metric.compute()
-    set_global_state(drawn)
-    return value
+        return metric.compute()
 
 
 def _add_up(metric: Metric, forwards: Sequence[Forward]) -> None:

@@ -20,7 +20,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, Final, final
 from weakref import ref
 
 import torch
@@ -30,14 +30,14 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.inspection import is_placed
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
 from smp_strategy.model.patching import Patches
-from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["may_be_trained", "trained_value", "MetricUpdates", "metrics_of", "share_value"]
+
+_SHARING: Final = "what a metric has on one stage"
 
 
 # --- trained metrics -------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def may_be_trained(metric: Metric, args: Any, kwargs: Any) -> bool:
     if type(metric).forward is not Metric.forward or any(isinstance(each, Metric) for each in metric.children()):
         return False
     leaves = pytree.tree_leaves((args, kwargs))
-    return any(isinstance(leaf, PlacedTensor) and leaf.requires_grad for leaf in leaves)
+    return any(is_placed(leaf) and leaf.requires_grad for leaf in leaves)
 
 
 def trained_value(metric: Metric, args: Any, kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class MetricUpdates:
         for metric in self._metrics:
             stage = self._engine.inspection.stage_of(metric)
             if stage is not None and not failed:
-                _share_sums(metric, stage, mesh)
+                _share_sums(metric, stage, self._engine)
             if metric.process_group is mesh.dp_group and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = _FromReplicas(mesh.dp_group)
         self._patches.give_back()
@@ -143,7 +143,7 @@ class MetricUpdates:
                 else self._engine.inspection.stage_of(metric)
             )
             if stage is not None:
-                _share_sums(metric, stage, self._engine.mesh)
+                _share_sums(metric, stage, self._engine)
             return compute()
 
         return run
@@ -164,13 +164,14 @@ class _FromReplicas:
         return type(None), ()
 
 
-def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
+def _share_sums(metric: Metric, stage: int, engine: Engine) -> None:
     """Broadcast the state of ``metric`` from ``stage`` to all stages. Collective over the stages."""
+    mesh = engine.mesh
     told: Any = None
     if mesh.stage == stage:
         sums = pytree.tree_map_only(Tensor, Tensor.cpu, {name: getattr(metric, name) for name in metric._defaults})
         told = (sums, metric._update_count)
-    told = collectives.tell(told, mesh.stage_ranks[stage], "what a metric has on one stage", mesh.pp_group)
+    told = mesh.told_by_stage(told, stage, _SHARING)
     if mesh.stage != stage:
         sums, metric._update_count = told
         for name, value in sums.items():
@@ -184,7 +185,7 @@ def share_value(engine: Engine, metric: Metric, value: Any) -> Any:
     if stage is None or mesh.pp == 1:
         return value
     told = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value) if mesh.stage == stage else None
-    told = collectives.tell(told, mesh.stage_ranks[stage], "what a metric has on one stage", mesh.pp_group)
+    told = mesh.told_by_stage(told, stage, _SHARING)
     if mesh.stage == stage:
         return value
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), told)

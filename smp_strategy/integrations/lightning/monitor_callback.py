@@ -12,13 +12,13 @@ from pathlib import Path
 from types import new_class
 from typing import Any
 
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.engine.nonfinite import NonfinitePolicy
 from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.precision_plugin import methods_with
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.precision.loss_scale import ScalingRules
 from smp_strategy.reports.run_figures import IN_PROGRESS_BAR
 
 __all__ = ["MonitorHooks", "make_monitor", "monitored"]

@@ -2,7 +2,7 @@
 
 *Loss scaling.* Lightning scales losses for ``16-mixed`` only, with PyTorch's scaler, which checks the gradients of a
 single rank. Here every float16 computation gets a scaler that all ranks agree on
-(:mod:`smp_strategy.precision.grad_scaler`), at the same point of the plugin: it scales the loss before
+(:mod:`smp_strategy.engine.grad_scaler`), at the same point of the plugin: it scales the loss before
 ``on_before_backward``, unscales the gradients after backward and before hooks and clipping, and keeps its state under
 Lightning's key in checkpoints. Schedulers that count steps do not move for a skipped step. Lightning's ``global_step``
 still counts it, since ``max_steps``, logging and checkpoints are about batches.
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.grad_scaler import GradScaler, Unscale
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
-from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
-from smp_strategy.precision.loss_scale import ScalingRules
 
 __all__ = [
     "for_all_ranks",
@@ -44,7 +44,7 @@ _STOCK: Final = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 def make_scaler(
     plugin: Any,
     config: SMPConfig,
-    unscale: Callable[[Optimizer, float], UnscaleResult],
+    unscale: Unscale,
     optimizers: Callable[[], Iterable[Optimizer]],
 ) -> GradScaler | None:
     """The scaler for ``plugin``, if anything computes in float16; it takes over the state of an earlier one."""
@@ -107,8 +107,7 @@ def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
     def optimizer_step(self: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Backward, unscale, hooks and clipping, then the step unless gradients have overflowed."""
         result = closure()
-        if not scaler.has_unscaled(optimizer):  # by `clip_gradients`, under manual optimization
-            scaler.unscale_(optimizer)
+        scaler.ensure_unscaled(optimizer)  # under manual optimization `clip_gradients` may have done so
         self._after_closure(model, optimizer)
         scaler.step(optimizer, closure=lambda: result, **kwargs)
         scaler.update()

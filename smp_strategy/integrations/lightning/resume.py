@@ -4,7 +4,7 @@ Lightning's checkpoints have weights, optimizers, schedulers, callbacks and coun
 the engine's own, in a dict that plain Lightning ignores:
 
 1. states of the ranks' random generators, and of the data stream ([Note: data stream]);
-2. the position of each training data loader (:mod:`smp_strategy.integrations.data.resumable_loader`), and the number
+2. the position of each training data loader (:mod:`smp_strategy.engine.resumable_loader`), and the number
    of batches that Lightning has fetched but not used (it prefetches one from a loader of unknown length);
 3. the metrics that callbacks and schedulers monitor.
 
@@ -20,14 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 
-from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 from smp_strategy.engine.engine import Engine
-from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
+from smp_strategy.engine.rank_generators import of_groups, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.engine.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
     continue_sums,
@@ -51,17 +49,16 @@ class Resumption:
     """The state for exact resumption: collects it for a checkpoint, and applies it.
 
     Args:
-        mesh: the process mesh.
         stream: the random numbers of the data path.
         device: this rank's device.
         tree: the Lightning tree in use.
     """
 
-    def __init__(self, mesh: ProcessMesh, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
-        self._rank = mesh.rank
+    def __init__(self, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
+        self._rank = dist.get_rank()
         self._stream = stream
         self._data_ranks = [list(ranks) for ranks in stream.data_ranks]
-        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if mesh.rank in ranks)
+        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if self._rank in ranks)
         self._device = device
         self._tree = tree
         self._pending: Mapping[str, Any] | None = None
@@ -79,18 +76,18 @@ class Resumption:
     def collected(self, trainer: Any) -> dict[str, Any]:
         """The state for a checkpoint, on global rank 0; an empty dict elsewhere. Collective."""
         is_first = self._rank == self._data_ranks[self._data_rank][0]
-        mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
+        state, own = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
         of_run = self._of_run(trainer)  # metrics may be reduced over ranks
-        found = collectives.collect(mine, 0, "what a run needs to go on")
+        doing = "what a run needs to go on"
+        states, passes, others = of_groups(state, own, self._data_ranks, doing, on_first=True)
         if self._rank != 0:
             return {}
         if self._pending is not None:  # no training step has run since it was read
             return dict(self._pending[KEY])
-        states, passes = [state for state, _ in found], [of_pass or {} for _, of_pass in found]
         return {
             "data_ranks": self._data_ranks,
-            "by_data_rank": [{"generators": states[ranks[0]], **passes[ranks[0]]} for ranks in self._data_ranks],
-            "generators_of_others": exceptions_to_first(states, self._data_ranks),
+            "by_data_rank": [{"generators": state, **of_pass} for state, of_pass in zip(states, passes, strict=True)],
+            "generators_of_others": others,
             **of_run,
         }
 
@@ -350,7 +347,7 @@ class ResumeHooks:
         if self._resumption is not None and KEY in own:
             self._resumption.read(own, self._trainer())
         if _GRADIENTS in checkpoint:
-            engine.saved.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+            engine.saved.load_stored_gradients({_GRADIENTS: checkpoint[_GRADIENTS]})
 
     def restore_evaluation_loader(self, loader: Any) -> None:
         """Restore the generators of a validation loader that Lightning has just made."""

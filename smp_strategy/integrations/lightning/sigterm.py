@@ -1,6 +1,6 @@
-"""Preemption: SIGTERM stops all ranks before the same step, and a vote allows a last checkpoint after an error.
+"""Preemption: SIGTERM stops all ranks before the same step.
 
-*SIGTERM.* Lightning broadcasts from rank 0 at the beginning of each batch whether to stop, and all ranks wait for it.
+Lightning broadcasts from rank 0 at the beginning of each batch whether to stop, and all ranks wait for it.
 Here rank 0 is the last stage: no other rank would begin a step before it has ended the previous one, so steps of a
 pipeline could not overlap. Besides, a rank that gets the signal itself would stop alone.
 
@@ -12,30 +12,22 @@ runs to its end, and so does prediction, as in a single process.
 
 Lightning then ends the script with exit code 0. A scheduler takes that for a completed run, and does not requeue it. So
 without a terminal, or under SLURM, the exit code is 143, as of any process that SIGTERM ends.
-
-*Saving after an error.* Saving takes all ranks. If an error has stopped only one of them, the others wait elsewhere,
-and it would wait for them forever. If the error has stopped all ranks at the same place between two steps (a signal
-that the Trainer has noticed, a callback that gives up), their state is consistent, and they can save. They vote in the
-store of the process group: each rank counts itself at its place, the last one answers yes, and a rank that has waited
-too long answers no. The first answer counts.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TextIO, final
+from typing import Any, TextIO, final
 
 import torch.distributed as dist
 
-from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.torch_private import default_store
+from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
 
-__all__ = ["StopSignal", "end_as_stopped", "have_all_stopped", "is_at_terminal"]
+__all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
 
 
 @final
@@ -44,22 +36,22 @@ class StopSignal:
 
     Args:
         trainer: Lightning's Trainer.
-        ledger: notes that all ranks compare; the signal travels with them.
+        engine: its ledger has notes that all ranks compare; the signal travels with them.
         stop: makes the exception that ends the run.
     """
 
-    def __init__(self, trainer: Any, ledger: Ledger, stop: Callable[[], BaseException]) -> None:
+    def __init__(self, trainer: Any, engine: Engine, stop: Callable[[], BaseException]) -> None:
         self._trainer = trainer
-        self._ledger = ledger
+        self._ledger = engine.ledger
         self._stop = stop
         self._has_come = False
 
     @classmethod
-    def of(cls, trainer: Any, ledger: Ledger, tree: Tree) -> "StopSignal | None":
+    def of(cls, trainer: Any, engine: Engine, tree: Tree) -> "StopSignal | None":
         """For a run; ``None`` with a single rank, or if this Lightning has no such broadcast to replace."""
         if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             return None
-        return cls(trainer, ledger, tree.pytorch("utilities.exceptions").SIGTERMException)
+        return cls(trainer, engine, tree.pytorch("utilities.exceptions").SIGTERMException)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -116,35 +108,3 @@ def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None])
     return "SLURM_JOB_ID" not in environ and any(
         stream is not None and not stream.closed and stream.isatty() for stream in streams
     )
-
-
-_KEY: Final = "smp_strategy/stopped"
-PATIENCE_SECONDS: Final = 5.0
-_PAUSE_SECONDS: Final = 0.05
-_YES, _NO = "yes", "no"
-
-
-def have_all_stopped(place: str | None) -> bool:
-    """Vote whether all ranks have stopped at the same place; all voters get the same answer.
-
-    Args:
-        place: the place at which this rank has stopped; ``None``: in the middle of a step.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return place is not None
-    store = default_store()
-    key = f"{_KEY}/{store.add(f'{_KEY}/count/{dist.get_rank()}', 1)}"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    if place is not None and store.add(f"{key}/at/{place}", 1) == dist.get_world_size():
-        answer = _answered(store, key, _YES)
-    elif place is None:
-        answer = _answered(store, key, _NO)
-    else:
-        while not store.check([f"{key}/answer"]) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
-        answer = _answered(store, key, _NO)
-    return answer == _YES
-
-
-def _answered(store: dist.Store, key: str, answer: str) -> str:
-    return store.compare_set(f"{key}/answer", "", answer).decode()

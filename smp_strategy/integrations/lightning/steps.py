@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from smp_strategy.engine.join_results import given, merge, refuse_not_joined
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metric_values import NotedForwards, settle
 from smp_strategy.integrations.lightning.metrics import share_value
-from smp_strategy.pipeline.join_results import given, merge, refuse_not_joined
 
 __all__ = ["BatchChanges", "apply_changes", "changes_of", "contents_of", "is_looked_at"]
 

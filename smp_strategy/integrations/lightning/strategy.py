@@ -18,7 +18,6 @@ Lightning's order of calls in ``fit``::
 step partitions the model, on real shapes; until then every rank has the whole model.
 """
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,33 +25,31 @@ from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.data_parallel.optimizer_state import evaluated_once, has_step_hooks, hooks_around_step
-from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
-from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.rng_sync import BatchSource
-from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
+from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step, switching_together
+from smp_strategy.engine.pretrained import deferring
+from smp_strategy.engine.run_lifecycle import leave_at_exit
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.data import DataRngSync, following
 from smp_strategy.integrations.lightning.delegating_strategy import DelegatingStrategy
 from smp_strategy.integrations.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.integrations.lightning.joining import join_group, meet_first
+from smp_strategy.integrations.lightning.joining import join_group, meet_first, settings_of_run, settings_of_steps
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.integrations.lightning.monitor_callback import monitored
-from smp_strategy.integrations.lightning.optimizer_modes import switching_together
 from smp_strategy.integrations.lightning.precision_plugin import (
     for_all_ranks,
     forget_gradients,
@@ -61,12 +58,9 @@ from smp_strategy.integrations.lightning.precision_plugin import (
 )
 from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
-from smp_strategy.integrations.lightning.trainer_settings import settings_of_run, settings_of_steps
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
-from smp_strategy.integrations.pretrained import deferring
-from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["StrategyHooks"]
 
@@ -122,7 +116,7 @@ class StrategyHooks(DelegatingStrategy):
         self._is_joint = True
         self._read: BatchSource | None = None  # source of the batch that was moved last
         self._has_failed = False
-        call_at_exit(self.leave)
+        leave_at_exit(self.leave)
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree rejects the strategy.
@@ -203,8 +197,6 @@ class StrategyHooks(DelegatingStrategy):
         self.set_world_ranks()
         # No second seeding, unlike Lightning's own strategies: a single process does not seed twice, and its data order
         # is promised. See [Note: data stream].
-        if is_host(self.root_device):
-            keep_freed_memory()
         join_group(self, settings, store)
         self._has_failed = False
         self._checkpoints.begin_processes()
@@ -242,9 +234,10 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.attach(module, trains=fitting)
         # Lightning divides samples for `predict` unevenly, but ranks that exchange samples need equally many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
-        shares = self.config.share_batches
-        stream = self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint, shares=shares)
-        self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
+        stream = self._data_stream = DataRngSync(
+            self._engine, is_joint=self._is_joint, shares=self.config.share_batches
+        )
+        self._resume.begin_run(Resumption(stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # After the data stream exists: `estimated_stepping_batches` makes the loaders.
             with self._engine.saved.looking_as_built():
@@ -262,7 +255,7 @@ class StrategyHooks(DelegatingStrategy):
         self._engine.settings = lambda: settings_of_steps(trainer)
         self._checkpoints.begin_run(trainer, self._patches)
         self._install_patches(trainer, module, is_manual=fitting and not module.automatic_optimization)
-        signal = StopSignal.of(trainer, self._engine.ledger, self.tree)
+        signal = StopSignal.of(trainer, self._engine, self.tree)
         if signal is not None:
             self._patches.enter_context(signal.installed())
             self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal
@@ -405,10 +398,9 @@ class StrategyHooks(DelegatingStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may enclose the call."""
-        in_sight = self.engine.run_hook if self.engine.inspection.divides_updates else None
-        if self._manual is not None and self.engine.mesh.pp > 1:  # inside a step there are no views
-            in_sight = None
-        with hooks_around_step(unwrap(optimizer), in_sight), self._checkpoints.in_step(), self.engine.views.put_aside():
+        in_sight = self._manual is None or self.engine.mesh.pp == 1  # inside a step there are no views
+        around = hooks_around_step(self.engine, unwrap(optimizer), in_sight=in_sight)
+        with around, self._checkpoints.in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
@@ -431,9 +423,8 @@ class StrategyHooks(DelegatingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Divide samples among replicas; with ``prescaled_batch=False`` also among tensor-parallel ranks."""
         mesh = self.engine.mesh
-        if self._is_joint:
-            return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
-        return {"num_replicas": mesh.dp * mesh.tp, "rank": mesh.dp_rank * mesh.tp + mesh.tp_rank}
+        number, rank = mesh.shape.reader_of(mesh.rank, is_joint=self._is_joint)
+        return {"num_replicas": number, "rank": rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Synchronise the random draws of a replica's ranks. See [Note: data stream]."""
@@ -485,11 +476,9 @@ class StrategyHooks(DelegatingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def leave(self) -> None:
-        """Destroy the process groups when the process ends. See [Note: leaving]."""
+    def leave(self) -> bool:
+        """Close the engine when the process ends; whether process groups are to be dropped."""
         if self._engine is None or self._has_failed:
-            return
+            return False
         self._engine.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # objects of earlier runs may hold groups, too
+        return True

@@ -12,20 +12,15 @@ The dict then has tensors without values on global rank 0, which its file gets f
 Everybody else who calls the strategy gets values.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.spread_state import SpreadState
-from smp_strategy.checkpoint.storage.full_file import replacing_full
-from smp_strategy.checkpoint.torch_file import UnfilledState
-from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.engine.checkpointing import promised_to
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.tree import Tree
 
@@ -68,7 +63,7 @@ class StreamedSaves:
         self._engine = engine
         self._is_plain_file = is_plain_file
         self._request: _Request | None = None
-        self._states: list[UnfilledState] | None = None
+        self._states: list[Any] | None = None  # gathered when the file is written
         self._served: set[int] = set()
         self._is_in_hook = False
 
@@ -115,30 +110,27 @@ class StreamedSaves:
         is_streamed = self._begins()
         if is_streamed:
             self._states = []
-        return self._engine().saved.full_state_dict(self._promised if is_streamed else None)
+        return self._engine().saved.full_state_dict(self._take(is_streamed))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of an optimizer, like :meth:`state_dict`. Collective."""
         is_streamed = self.is_on and not self._is_in_hook and id(optimizer) not in self._served
         if is_streamed:
             self._served.add(id(optimizer))
-        return self._engine().saved.full_optimizer_state(optimizer, self._promised if is_streamed else None)
+        return self._engine().saved.full_optimizer_state(optimizer, self._take(is_streamed))
 
     def gradients(self) -> dict[str, Any]:
         """Accumulated gradients, like :meth:`state_dict`. Collective."""
-        return self._engine().saved.full_gradients(self._promised if self.is_on else None)
+        return self._engine().saved.full_gradients(self._take(self.is_on))
 
-    def _promised(self, spread: SpreadState) -> "OrderedDict[str, Any]":
-        """The entries of a state, whose values are gathered when the file is written."""
-        assert self._states is not None
-        self._states.append(UnfilledState(spread))
-        return self._states[-1].entries()
+    def _take(self, is_streamed: bool) -> Any:
+        return promised_to(self._states) if is_streamed and self._states is not None else None
 
     def give_up(self) -> None:
         """Make the rest of the save an ordinary one, whose dict has values."""
         self._request = self._states = None
 
-    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def write(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Write ``checkpoint`` as :func:`~smp_strategy.checkpoint.storage.full_file.write_full` does. Collective.
 
         Args:
@@ -150,8 +142,7 @@ class StreamedSaves:
             PeerFailedError: Global rank 0 could not write it.
         """
         assert self._states is not None
-        opened = partial(replacing_full, path)
-        self._engine().saved.write_filled(self._states, lambda: checkpoint, opened, doing=f"saving {path}")
+        self._engine().saved.write_full_checkpoint(self._states, checkpoint, path)
 
     def _begins(self) -> bool:
         """Whether the weights that are asked for are the first entry of a streamed save. Collective."""
@@ -163,7 +154,7 @@ class StreamedSaves:
             and self._is_plain_file(request.path, request.storage_options)
             and not self._is_looked_at(request.trainer)
         )
-        return collectives.tell(is_possible, 0, "the way of a save")
+        return bool(self._strategy.broadcast(is_possible))
 
     def _is_looked_at(self, trainer: Any) -> bool:
         """Whether code of the user may get the dict, or may ask for values in the midst of a save, unseen."""

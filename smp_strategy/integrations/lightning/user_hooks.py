@@ -17,12 +17,9 @@ from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed.watched_collectives import reduce_numbers
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.logging import LogRecorder
@@ -163,9 +160,7 @@ class UserHooks:
         mesh = self._engine.mesh
         if mesh.dp == 1:
             return
-        extremes = torch.tensor([number, -number], dtype=torch.int32, device="cpu")
-        reduce_numbers(extremes, dist.ReduceOp.MAX, group=mesh.dp_group, doing="the end of `optimizer_step`").wait()
-        most, least = extremes[0].item(), -extremes[1].item()
+        least, most = mesh.extremes(number, "the end of `optimizer_step`")
         if most != least:
             raise UnsupportedError(
                 f"`optimizer_step` has updated the weights {number} times on this rank, and {least} to {most} times on "

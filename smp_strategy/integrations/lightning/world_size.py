@@ -86,8 +86,4 @@ def find_replica(config: SMPConfig, module: nn.Module | None, num_ranks: int, ra
         shape = choose_shape(config, module, lambda text: None)
     except ConfigError:  # raised again when the mesh is made
         return num_ranks, rank
-    here = shape.coordinates(rank)
-    replica = here["dp_replicate"] * shape.dp_shard + here["dp_shard"]
-    if config.prescaled_batch:
-        return shape.dp, replica
-    return shape.dp * shape.tp, replica * shape.tp + here["tp"]
+    return shape.reader_of(rank, is_joint=config.prescaled_batch)

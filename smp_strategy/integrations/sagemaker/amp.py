@@ -5,10 +5,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from smp_strategy.engine.grad_scaler import GradScaler as AgreeingScaler
+from smp_strategy.engine.loss_scale import ScalingRules
 from smp_strategy.integrations.sagemaker.run_state import current_run
-from smp_strategy.precision.grad_scaler import GradScaler as AgreeingScaler
-from smp_strategy.precision.grad_scaler import UnscaleResult
-from smp_strategy.precision.loss_scale import ScalingRules
 
 __all__ = ["GradScaler"]
 
@@ -40,7 +39,7 @@ def _optimizers() -> Iterable[Optimizer]:
     return list(current_run().optimizers)
 
 
-def _unscale(optimizer: Any, scale: float) -> UnscaleResult:
+def _unscale(optimizer: Any, scale: float) -> Any:
     for each in current_run().optimizers:
         if optimizer in (each, each.optimizer):
             each.make_final()

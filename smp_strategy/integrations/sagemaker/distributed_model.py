@@ -22,8 +22,9 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.engine.model_calls.model_outputs import pack
+from smp_strategy.engine.own_samples import SameBatches, own_outputs
 from smp_strategy.errors import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.model_outputs import pack
 from smp_strategy.integrations.sagemaker.model_state import (
     LocalParts,
     full_model_state,
@@ -38,7 +39,7 @@ from smp_strategy.integrations.sagemaker.step_function import (
     losses_of_microbatch,
     note_losses,
 )
-from smp_strategy.integrations.sagemaker.step_values import SameBatches, StepInputs, over_microbatches, own_outputs
+from smp_strategy.integrations.sagemaker.step_values import StepInputs, over_microbatches
 
 __all__ = ["DistributedModel", "options_for"]
 
@@ -67,6 +68,13 @@ class HookHandle:
         """Take the hook away."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
+
+
+_SENT: Final = (
+    "The ranks of a replica have read different batches. As in SageMaker's library, those of its first rank are used, "
+    "which is sent to the others in each step. To save that, let all of them read the same: `DistributedSampler(..., "
+    "num_replicas=smp.dp_size(), rank=smp.dp_rank())`, or a generator with the same seed on all ranks."
+)
 
 
 class DistributedModel(LocalParts):
@@ -130,7 +138,10 @@ class DistributedModel(LocalParts):
         self._post_partition: list[Hook] = []
         self._post_step: list[Hook] = []
         self._was_told = False
-        self._same_batches = SameBatches(run)
+        # Ranks that split layers between them may have read samples of their own.
+        kind = "mp" if run.config.prescaled_batch else "pp"
+        group, tell = run.process_group(kind), lambda: run.note(_SENT)
+        self._same_batches = SameBatches(run.members(kind), group, "a step with `@smp.step`", tell)
         name_layers(module)
         module._apply(self._prepared)
         self._start(config)
@@ -139,6 +150,8 @@ class DistributedModel(LocalParts):
     def _start(self, config: SMPConfig, optimizers: Sequence[Optimizer] = ()) -> None:
         run = current_run()
         self._engine = Engine(config, report=run.report, device=run.device)
+        self._engine.saved.note = run.note
+        self._engine.saved.scaled = lambda: [each for each in run.optimizers if each.model is self]
         self._engine.attach(self.module, optimizers, is_placed=False)
 
     @staticmethod

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.optimizer_state import evaluated_once, hooks_around_step
+from smp_strategy.config.precision_options import PrecisionOptions
+from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.optimizer_steps import evaluated_first, trains, updating
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     full_optimizer_state,
@@ -17,8 +20,6 @@ from smp_strategy.integrations.sagemaker.model_state import (
     local_optimizer_state,
 )
 from smp_strategy.integrations.sagemaker.run_state import RunState, current_run
-from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.precision.loss_scale import ScalingRules
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
@@ -115,28 +116,22 @@ class DistributedOptimizer(Optimizer):
         engine = self.model.engine
         with engine.views.put_aside():
             engine.reduce_gradients()
-            if self._scaler is not None and not self._scaler.has_unscaled(self.optimizer):
-                self._scaler.unscale_(self.optimizer)
+            if self._scaler is not None:
+                self._scaler.ensure_unscaled(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients have overflowed. Collective."""
         engine = self.model.engine
-        if closure is not None:
-            # Gradients of the closure must be final before the optimizer reads them.
-            result = evaluated_once(closure, self.optimizer)()
-            closure = evaluated_once(lambda: result, self.optimizer)
+        closure = evaluated_first(closure, self.optimizer)
         if engine.partition is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.make_final()
         arguments = () if closure is None else (closure,)
-        in_sight = engine.run_hook if engine.inspection.divides_updates else None
-        with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
-            norm = engine.begin_update(self.optimizer)
+        with updating(engine, self.optimizer) as norm:
             if self._scaler is None:
                 returned = self.optimizer.step(*arguments)
             else:
                 returned = self._scaler.step(self.optimizer, *arguments)
-            engine.end_update(self.optimizer)
         self._global_grad_norm = self._global_grad_norm if norm is None else norm
         if self._scaler is not None:
             self._overflow = self._scaler.has_skipped(self.optimizer)
@@ -229,9 +224,8 @@ class DistributedOptimizer(Optimizer):
 def _model_of(optimizer: Optimizer, run: RunState) -> "DistributedModel":
     if isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("The optimizer is a `smp.DistributedOptimizer` already. Wrap it once.")
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for model in run.models:
-        if any(id(parameter) in trained for parameter in model.module.parameters()):
+        if trains(optimizer, model.module):
             return model
     raise ConfigError(
         f"{type(optimizer).__name__} has no parameters of a wrapped model. Wrap the model first (`model = "
@@ -244,13 +238,5 @@ def _rules(given: Mapping[str, Any]) -> ScalingRules:
         raise ConfigError(
             f"`dynamic_loss_args` got unknown entries: {', '.join(unknown)}. Known are: {', '.join(_RULES)}."
         )
-    rules = {**_RULES, **given}
-    return ScalingRules(
-        init_scale=float(rules["init_scale"]),
-        growth_factor=float(rules["scale_factor"]),
-        backoff_factor=1 / float(rules["scale_factor"]),
-        window=int(rules["scale_window"]),
-        min_scale=float(rules["min_scale"]),
-        delayed_shift=int(rules["delayed_shift"]),
-        consecutive_hysteresis=bool(rules["consecutive_hysteresis"]),
-    )
+    rules = {name: type(default)(given.get(name, default)) for name, default in _RULES.items()}
+    return ScalingRules.of(PrecisionOptions(**rules))

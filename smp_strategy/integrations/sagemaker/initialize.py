@@ -27,14 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
-from smp_strategy.distributed.agreement.common_settings import of_options, of_process, shown
-from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.topics import SETTINGS
-from smp_strategy.distributed.crash_report import keep_short
-from smp_strategy.distributed.door_words import OF_SAGEMAKER, speak
-from smp_strategy.distributed.failure import begin_run
-from smp_strategy.distributed.process_groups import carry_host_tensors, init_method
-from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
+from smp_strategy.engine.crash_report import keep_short
+from smp_strategy.engine.optimizer_steps import trains
+from smp_strategy.engine.run_lifecycle import begin_run, ensure_group, note_settings, of_options, of_process, shown
+from smp_strategy.errors import ConfigError, DoorWords, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
     RunState,
     begin_current,
@@ -43,7 +39,29 @@ from smp_strategy.integrations.sagemaker.run_state import (
     is_initialized,
 )
 
-__all__ = ["choose_device", "ensure_process_group", "init", "shutdown", "given_parameters", "set_launch_variables"]
+__all__ = [
+    "WORDS",
+    "choose_device",
+    "ensure_process_group",
+    "given_parameters",
+    "init",
+    "set_launch_variables",
+    "shutdown",
+]
+
+WORDS: Final = DoorWords(
+    in_hook="in a function with `@smp.step`",
+    first_pass="before `smp.DistributedModel`",
+    save_model="`smp.save_checkpoint(path, tag, partial=False)` or `model.state_dict()`",
+    save_all="`smp.save_checkpoint`",
+    whole_state=", or `state_dict()` of the optimizer that `smp.DistributedOptimizer` has returned",
+    on_one="if smp.rank() == 0: ",
+    on_one_saves="`if smp.rank() == 0: smp.save_checkpoint(...)`",
+    tell="`StepOutput.reduce_mean()` outside of the step",
+    clip="`optimizer.clip_master_grads`",
+    average="`torch.distributed.all_reduce(value)`",
+    end_of_run="the run",
+)
 
 
 def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
@@ -71,11 +89,10 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     device = choose_device()
     ensure_process_group(device)
     given = read_sagemaker(config, launched=given_parameters(os.environ), world_size=dist.get_world_size())
-    begin_run()
-    speak(OF_SAGEMAKER)
+    begin_run(WORDS)
     parameters = {f"the parameter `{name}`": shown(value) for name, value in given.parameters.items()}
     options = of_options(SMPConfig.from_sagemaker_options(given.options), "the option `{}`")
-    Ledger().note(SETTINGS, {**parameters, **options, **of_process()}).compare("`smp.init`")
+    note_settings({**parameters, **options, **of_process()}).compare("`smp.init`")
     run = RunState(given, device)
     begin_current(run)
     run.at_end += [GlobalClipping().remove, _refuse_unwrapped(run)]
@@ -101,16 +118,10 @@ def choose_device() -> torch.device:
 def ensure_process_group(device: torch.device) -> None:
     """Make the default process group if there is none. It carries tensors of the host in any case."""
     kind = device.type
-    if dist.is_initialized():
-        carry_host_tensors(kind)
-        return
     shares = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > max(torch.accelerator.device_count(), 1)
     own = dist.Backend.default_device_backend_map.get(kind, "gloo")
     backend = "gloo" if kind == "cpu" or shares else f"cpu:gloo,{kind}:{own}"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, init_method=init_method())
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    ensure_group(kind, backend, is_launched="RANK" in os.environ)
 
 
 _PLACES: Final = (torch.nn.utils, torch.nn.utils.clip_grad)
@@ -157,9 +168,8 @@ def _refuse_unwrapped(run: RunState) -> Callable[[], None]:
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if run.shape.world_size == 1 or any(optimizer in (each, each.optimizer) for each in run.optimizers):
             return
-        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for model in run.models:
-            if model.partitioned and any(id(each) in trained for each in model.module.parameters()):
+            if model.partitioned and trains(optimizer, model.module):
                 name = type(optimizer).__name__
                 raise UnsupportedError(
                     f"{name} steps without being wrapped, but its gradients are not final and its parameters are "

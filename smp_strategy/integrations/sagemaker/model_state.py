@@ -4,30 +4,21 @@ SageMaker's scripts ask for a state dict on the ranks of one replica (``if smp.r
 over the ranks of a replica, each replica by itself. Where ranks of different replicas have different shards
 (``sharded_data_parallel_degree``, ``shard_optimizer_state``) it is gathered over all ranks, and all of them must ask.
 
-A part is an ordinary dict with a key ``_smp_is_partial``. A tensor of which the rank has only some rectangles is a dict
-of its shape and these rectangles, so that the part can be written by ``torch.save``.
+A part is an ordinary dict with a key ``_smp_is_partial`` (:mod:`smp_strategy.engine.portable_parts`).
 
 Parts of a model: this rank's modules and parameters, and those of split layers, as SageMaker's queries name them.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.full_state_dict import numbers_of, whole_optimizer_state_dict
-from smp_strategy.checkpoint.sources import flattened
-from smp_strategy.checkpoint.state_dict import module_state, optimizer_state
-from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
-from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import CheckpointError
+from smp_strategy.engine.portable_parts import model_part, optimizer_part, put_together, whole_model, whole_optimizer
 from smp_strategy.integrations.sagemaker.run_state import current_run
-from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.model.shard_layout import Rectangle
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
@@ -45,7 +36,6 @@ __all__ = [
 
 
 PARTIAL: Final = "_smp_is_partial"
-_SHAPE, _BLOCKS, _ALIASES = "_smp_shape", "_smp_blocks", "_smp_aliases"
 
 
 # Models
@@ -57,12 +47,8 @@ def full_model_state(model: "DistributedModel", *, on_first_only: bool) -> "Orde
     engine.saved.check_values()
     if not engine.is_spread:
         return OrderedDict(model.module.state_dict())
-    found = _gathered(_model_part(engine), "`model.state_dict`", _group(engine), on_first_only=on_first_only)
-    with in_plain_sight():
-        plain = model.module.state_dict(keep_vars=True)
-    state = OrderedDict((name, found[name]) for name in plain if name in found)
-    state._metadata = plain._metadata  # type: ignore[attr-defined]
-    return state
+    found = put_together(model_part(engine), "`model.state_dict`", _group(engine), on_first_only=on_first_only)
+    return whole_model(model.module, found)
 
 
 def local_model_state(model: "DistributedModel") -> dict[str, Any]:
@@ -71,7 +57,7 @@ def local_model_state(model: "DistributedModel") -> dict[str, Any]:
     engine.saved.check_values()
     if not engine.is_spread:
         return {**model.module.state_dict(), PARTIAL: True}
-    return {**_model_part(engine), PARTIAL: True}
+    return {**model_part(engine), PARTIAL: True}
 
 
 def load_model_state(model: "DistributedModel", state: Mapping[str, Any], *, strict: bool) -> None:
@@ -79,22 +65,8 @@ def load_model_state(model: "DistributedModel", state: Mapping[str, Any], *, str
     engine = model.engine
     values = {name: value for name, value in state.items() if name != PARTIAL}
     if state.get(PARTIAL):
-        values = _gathered(values, "`model.load_state_dict`", _group(engine))
+        values = put_together(values, "`model.load_state_dict`", _group(engine))
     engine.saved.load_state_dict(values, strict=strict)
-
-
-def _model_part(engine: Engine) -> dict[str, Any]:
-    holdings = engine.local_model.holdings
-    with engine.views.put_aside():
-        engine.local_model.settle()
-        state = module_state(holdings)
-        if not holdings.speaks_for_replicas:
-            with in_plain_sight():
-                own = holdings.module.state_dict(keep_vars=True)
-            for name, value in own.items():
-                if not isinstance(value, torch.nn.Parameter) and holdings.ownership.saver(name) == holdings.mesh.stage:
-                    state[name] = HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
-        return {name: _portable(value) for name, value in state.items()}
 
 
 # Optimizers
@@ -105,9 +77,9 @@ def full_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     engine, inner = optimizer.model.engine, optimizer.optimizer
     if not _is_divided(engine):
         return inner.state_dict()
-    part = _optimizer_part(optimizer)
-    found = _gathered(part, "`optimizer.state_dict`", _group(engine, is_sharded=engine.config.shard_optimizer_state))
-    return whole_optimizer_state_dict(inner, found)
+    part = optimizer_part(optimizer.model.engine, optimizer.optimizer)
+    found = put_together(part, "`optimizer.state_dict`", _group(engine, is_sharded=engine.config.shard_optimizer_state))
+    return whole_optimizer(inner, found)
 
 
 def local_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
@@ -116,7 +88,7 @@ def local_optimizer_state(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     if not _is_divided(optimizer.model.engine):
         return own
     state: dict[int, dict[str, Any]] = {}
-    for name, value in _optimizer_part(optimizer).items():
+    for name, value in optimizer_part(optimizer.model.engine, optimizer.optimizer).items():
         number, _, key = name.partition(".")
         state.setdefault(int(number), {})[key] = value
     return {**own, "state": state}
@@ -130,8 +102,8 @@ def load_optimizer_state(optimizer: "DistributedOptimizer", state: Mapping[str, 
         part = state.get("part")  # the form of files that are older than this one
         if part is None:
             part = {f"{number}.{key}": value for number, kept in state["state"].items() for key, value in kept.items()}
-        found = _gathered(part, "`optimizer.load_state_dict`", group)
-        state = {**whole_optimizer_state_dict(optimizer.optimizer, found), "param_groups": state["param_groups"]}
+        found = put_together(part, "`optimizer.load_state_dict`", group)
+        state = {**whole_optimizer(optimizer.optimizer, found), "param_groups": state["param_groups"]}
     engine.saved.load_optimizer_state(optimizer.optimizer, state)
 
 
@@ -139,85 +111,10 @@ def _is_divided(engine: Engine) -> bool:
     return engine.partition is not None and engine.inspection.divides_updates
 
 
-def _optimizer_part(optimizer: "DistributedOptimizer") -> dict[str, Any]:
-    engine, inner = optimizer.model.engine, optimizer.optimizer
-    with engine.views.put_aside():
-        state = optimizer_state(engine.local_model.holdings, inner, numbers_of(inner))["state"]
-        return {name: _portable(value) for name, value in flattened(state).items()}
-
-
-# Parts
-
-
 def _group(engine: Engine, *, is_sharded: bool = False) -> dist.ProcessGroup:
     """Ranks that hold different parts: those of a replica, or all."""
     is_sharded = is_sharded or engine.config.sharded_data_parallel_degree > 1
     return current_run().process_group("world" if is_sharded else "mp")
-
-
-def _portable(value: Any) -> Any:
-    """A part's entry as plain objects that own their memory."""
-    if isinstance(value, WholeObject):
-        return value.value
-    if not isinstance(value, HeldTensor):
-        return value
-    blocks = [(tuple(block.offsets), block.tensor.detach().to("cpu", copy=True)) for block in value.blocks]
-    if len(blocks) == 1 and tuple(blocks[0][1].shape) == value.shape and not value.aliases:
-        return blocks[0][1]
-    return {_SHAPE: tuple(value.shape), _BLOCKS: blocks, _ALIASES: tuple(value.aliases)}
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, Mapping) and _BLOCKS in value
-
-
-def _gathered(
-    part: Mapping[str, Any], doing: str, group: dist.ProcessGroup, *, on_first_only: bool = False
-) -> dict[str, Any]:
-    """All parts put together. Collective over ``group``.
-
-    Args:
-        part: that of this rank.
-        doing: name of the call, for messages.
-        group: ranks that have the parts.
-        on_first_only: whether only the first rank of the group gets the result; the others get an empty dict.
-    """
-    if on_first_only:
-        first = dist.get_process_group_ranks(group)[0]
-        parts = collectives.collect(dict(part), first, doing, group)
-    else:
-        parts = collectives.gather_objects(dict(part), doing, group)
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for each in parts for name in each):
-        _put(found, name, [each[name] for each in parts if name in each])
-    return found
-
-
-def _put(found: dict[str, Any], name: str, entries: Sequence[Any]) -> None:
-    """Put the tensor of several ranks' ``entries`` into ``found``, under all of its names."""
-    cut = [each for each in entries if _is_cut(each)]
-    if len(cut) < len(entries):  # a rank has all of it, and others perhaps nothing
-        found[name] = next(each for each in entries if not _is_cut(each))
-        return
-    shape = tuple(cut[0][_SHAPE])
-    blocks = [(tuple(offsets), block) for each in cut for offsets, block in each[_BLOCKS]]
-    found[name] = _assembled(name, shape, blocks)
-    found.update((alias, found[name]) for alias in cut[0][_ALIASES])
-
-
-def _assembled(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    blocks = list(blocks)
-    whole = torch.empty(shape, dtype=blocks[0][1].dtype)
-    distinct = {offsets: block for offsets, block in blocks if block.numel()}
-    if sum(block.numel() for block in distinct.values()) != whole.numel():
-        raise CheckpointError(
-            f"The parts of `{name}` make {sum(block.numel() for block in distinct.values())} of {whole.numel()} "
-            "elements: some of the ranks that wrote them are missing. Load the parts with as many ranks and the same "
-            "degrees, or use `smp.save_checkpoint`, whose files any layout reads."
-        )
-    for offsets, block in distinct.items():
-        Rectangle(offsets, tuple(block.shape)).view_of(whole).copy_(block)
-    return whole
 
 
 class LocalParts(nn.Module):

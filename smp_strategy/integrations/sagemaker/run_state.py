@@ -5,7 +5,6 @@ kept in this file, and nowhere else in the package.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
 from smp_strategy.distributed.process_groups import new_subgroup
-from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.degrees import shape_with
+from smp_strategy.engine.run_lifecycle import leave_at_exit
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.pytree import flatten
 
@@ -75,7 +75,7 @@ class RunState:
         self._groups = self._made_groups()
         for line in (*given.notes, render_sagemaker(given.options)):
             self.report(line)
-        call_at_exit(self._leave)
+        leave_at_exit(self._leave)
 
     def _made_groups(self) -> dict[str, dist.ProcessGroup]:
         """Process groups, one for each set of ranks. Collective."""
@@ -141,14 +141,13 @@ class RunState:
         self.optimizers.clear()
         self._groups.clear()
 
-    def _leave(self) -> None:
-        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
-        if hasattr(sys, "last_value") or not self._groups:
-            return
+    def _leave(self) -> bool:
+        """Close everything when the process ends; whether process groups are to be dropped."""
+        if has_crashed() or not self._groups:
+            return False
         with contextlib.suppress(Exception):
             self.close(at_exit=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        return True
 
 
 def _leaves(arguments: Any) -> Iterable[Any]:

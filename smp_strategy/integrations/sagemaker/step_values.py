@@ -7,46 +7,26 @@ its argument is named in ``non_split_inputs``, or in ``input_split_axes`` with a
 The engine cuts a dict of tensors along dim 0. So the tensors are taken out of the arguments, with their dim in front,
 and put back for each microbatch.
 
-Batches of a replica's ranks, which must be the same.
-
-In SageMaker's library the first rank of a replica runs the step function, so what the other ranks have read does not
-matter. Here all ranks run it, each with its own inputs. A loader that shuffles without a common seed would give each
-stage other samples, without any error. So ranks compare what they have read. If it differs, the first rank sends its
-inputs to the others from then on, as if it ran the function alone.
-
 Step output: a tensor of each microbatch, and ways to join them.
 
 The result of a function with ``@smp.step`` keeps its structure: tuples, lists, dicts and other containers stay what
 they are, each tensor in them becomes a :class:`StepOutput`, and any other value a list with one item per microbatch.
 A container that differs between microbatches (another length, say) is such a value, too.
-
-Outputs of this rank's own samples, where the ranks of a tensor-parallel group read samples of their own.
-
-With ``prescaled_batch=False`` a step computes the samples of the whole tensor-parallel group, in the order of the ranks
-(:mod:`smp_strategy.tensor_parallel.joint_batch`). Tensors with one entry per sample are cut down to this rank's
-samples, and cut into as many microbatches again. Others, such as losses, belong to the samples of all of these ranks.
 """
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.agreement.same_inputs import digest_of
-from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.sagemaker.run_state import RunState
-from smp_strategy.model.samples import find_samples
 from smp_strategy.model.trace.pytree import flatten, flatten_output, is_opened_value
-from smp_strategy.pipeline.microbatch import sizes_of
 
-__all__ = ["StepInputs", "check_names", "SameBatches", "StepOutput", "over_microbatches", "own_outputs"]
+__all__ = ["StepInputs", "check_names", "StepOutput", "over_microbatches"]
 
 
 class _Place(NamedTuple):
@@ -178,60 +158,6 @@ def _described(leaf: Any) -> Any:
     return type(leaf).__qualname__, getattr(leaf, "training", None)
 
 
-_DOING: Final = "a step with `@smp.step`"
-# On an accelerator, reading values waits for all work, so that only the first calls and some later ones compare.
-_FIRST, _EVERY = 8, 64
-_NOTE: Final = (
-    "The ranks of a replica have read different batches. As in SageMaker's library, those of its first rank are used, "
-    "which is sent to the others in each step. To save that, let all of them read the same: `DistributedSampler(..., "
-    "num_replicas=smp.dp_size(), rank=smp.dp_rank())`, or a generator with the same seed on all ranks."
-)
-
-
-@final
-class SameBatches:
-    """Makes the inputs of a step equal on the ranks of a replica.
-
-    Args:
-        run: the run.
-    """
-
-    def __init__(self, run: RunState) -> None:
-        self._run = run
-        # Ranks that split layers between them may have read samples of their own.
-        kind = "mp" if run.config.prescaled_batch else "pp"
-        self._members = run.members(kind)
-        self._group = run.process_group(kind)
-        self._num_calls = 0
-        self._sends = False
-
-    def of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of the first rank of the replica. Collective over its ranks."""
-        if len(self._members) == 1:
-            return batch
-        self._num_calls += 1
-        if not self._sends and self._compares(batch):
-            digests = collectives.gather_numbers(digest_of(batch).number, _DOING, self._group)
-            if len(set(digests)) > 1:
-                self._sends = True
-                self._run.note(_NOTE)
-        return self._sent(batch) if self._sends else batch
-
-    def _compares(self, batch: dict[str, Any]) -> bool:
-        is_cheap = all(value.device.type == "cpu" for value in batch.values() if isinstance(value, Tensor))
-        return is_cheap or self._num_calls <= _FIRST or self._num_calls % _EVERY == 0
-
-    def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
-        is_first = dist.get_rank() == self._members[0]
-        own = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)} if is_first else {}
-        found = collectives.tell(own, self._members[0], _DOING, self._group)
-        device = self._run.device
-        return {
-            name: found[name].to(device if value.device.type != "cpu" else "cpu") if name in found else value
-            for name, value in batch.items()
-        }
-
-
 @final
 class StepOutput:
     """A tensor of each microbatch of a step, detached, with equal values on all ranks of a replica.
@@ -314,44 +240,3 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _is_size(node: Any) -> bool:
     return type(node) is torch.Size
-
-
-def own_outputs(
-    results: Sequence[Any], sizes: Sequence[int], batch: Any, engine: Engine
-) -> tuple[Sequence[Any], Sequence[int]]:
-    """Results of this rank's samples, for each microbatch, and numbers of these samples. Collective.
-
-    Args:
-        results: result of each microbatch of the joint batch.
-        sizes: number of samples in each of these.
-        batch: what this rank has read.
-        engine: engine of the model.
-    """
-    if engine.config.prescaled_batch or engine.mesh.tp == 1:
-        return results, sizes
-    own = find_samples(batch).number
-    if own is None:
-        return results, sizes
-    counts = collectives.gather_numbers(own, "how many samples ranks have", engine.mesh.tp_group)
-    start = sum(counts[: engine.mesh.tp_rank])
-    own_sizes = sizes_of(own, len(sizes))
-    if len(own_sizes) != len(sizes):
-        return results, sizes
-    flat = [flatten_output(result) for result in results]
-    if any(structure != flat[0][1] for _, structure in flat):
-        return results, sizes
-    columns = [
-        _own_rows(leaves, sizes, start, own_sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    rows = zip(*columns, strict=True) if columns else [() for _ in results]
-    return [pytree.tree_unflatten(list(row), flat[0][1]) for row in rows], own_sizes
-
-
-def _own_rows(leaves: Sequence[Any], sizes: Sequence[int], start: int, own_sizes: Sequence[int]) -> Sequence[Any]:
-    are_per_sample = all(
-        isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
-        for leaf, size in zip(leaves, sizes, strict=True)
-    )
-    if not are_per_sample:
-        return leaves
-    return torch.cat(list(leaves))[start : start + sum(own_sizes)].split(list(own_sizes))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.data_parallel.optimizer_state import has_step_hooks, mark_own_states
+from smp_strategy.data_parallel.optimizer_state import mark_own_states
+from smp_strategy.engine.optimizer_steps import has_step_hooks
 from smp_strategy.errors import UnsupportedError
 
 

@@ -6,19 +6,14 @@ import numpy
 import torch
 
 from smp_strategy.distributed.rng_state import (
-    are_equal,
     capture,
     drawing_from,
-    exceptions_to_first,
     global_state,
-    of_rank,
-    packed,
     replay_from_now,
     restore,
     set_global_state,
-    set_of_rank,
-    unpacked,
 )
+from smp_strategy.engine.rank_generators import are_equal, exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 
 
 def draw():

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.distributed.door_words import OF_LIGHTNING
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
+from smp_strategy.integrations.lightning.joining import WORDS as OF_LIGHTNING
 
 WORLD = (0, 1, 2)
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from smp_strategy.engine.model_calls.model_calls import ModelCall
 from smp_strategy.engine.nonfinite import FlagRecord, first_cause
 from smp_strategy.engine.step_monitor import StepMonitor, num_tokens
-from smp_strategy.integrations.accelerate.model_calls import ModelCall
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.work import Effort, Efforts
 from smp_strategy.pipeline.job import StepRun

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from smp_strategy.engine.join_results import merge
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.join_results import merge
 from smp_strategy.pipeline.microbatch import sizes_of, split
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.parsing import as_text, parse
+from smp_strategy.config.variables import is_selected
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch_options import LaunchOptions, check_processes, is_selected
+from smp_strategy.integrations.accelerate.launch_options import LaunchOptions, check_processes
 
 
 def test_a_recipe_is_one_variable():
