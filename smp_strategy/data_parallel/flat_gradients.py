@@ -123,7 +123,7 @@ class FlatGradients:
             self._is_collected[number] = self._is_used[number] = True
 
     def reduce(self, factor: float) -> None:
-        """Begin to reduce-scatter the gradients, each rank's multiplied by its ``factor``, onto earlier ones."""
+        """Begin to reduce-scatter the gradients, multiplied by ``factor`` on all ranks, onto earlier ones."""
         self.collect()
         if not self.is_trained:
             return
