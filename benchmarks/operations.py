@@ -2,8 +2,8 @@
 
 A step's time on a GPU cannot be measured without one, but its work can be counted exactly: every aten operation of
 every thread of Python (microbatches, sums, messages) passes a dispatch mode, below autograd and above the kernels. Any
-but a view counts, and moves the bytes of its inputs and of its results; views, ``detach`` and allocations are no work
-of a device. Figures are exact, so a test keeps them (``tests/ranks/test_operations.py``)::
+but a view counts, and moves the bytes that it reads and writes by its schema; views, ``detach`` and allocations are no
+work of a device. Figures are exact, so a test keeps them (``tests/ranks/test_operations.py``)::
 
     python -m benchmarks.operations               # all cases
     python -m benchmarks.operations bf16-true     # those whose name contains a word
@@ -11,93 +11,42 @@ of a device. Figures are exact, so a test keeps them (``tests/ranks/test_operati
 Each case is a GPT in four microbatches. The plain loop adds gradients in the dtype in which the package does, in place.
 With replicas and shards, each rank is compared with a plain loop over its own microbatches; with stages, the ranks
 together are compared with one plain loop; with split layers, a rank has the operations of the plain loop and its own
-share of the bytes. What leaves a rank and what arrives there is not work that a single process has, so copies of
-messages, gathers and sums over ranks are in the table's last two columns, by difference: what is more than the plain
-loop does. The last line is JSON: the worst ratios of each layout.
+share of the bytes.
+
+What ranks exchange is not work that a single process has. Operations that the package itself calls for it are counted
+apart, by the place of the call: *messages* are sums of what has arrived and copies between a tensor and the memory of a
+message, which a peer leaves to its backend, and *packing* are copies between parameters or gradients and the flat
+buffers that are sent, which peers have as well. The peers are DDP and FSDP2 of PyTorch in the same layout, counted
+alike. The last line is JSON: the worst ratios of each layout.
 """
 
 import contextlib
 import copy
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.operation_counts import Counts
 from benchmarks.workloads import GPT, Chain
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
-__all__ = ["CASES", "Case", "Counts", "compare", "main"]
+__all__ = ["CASES", "Case", "compare", "main"]
 
 GPT_OF_CASES = GPT(vocabulary=64, separates_ends=True, length=16, width=48, num_blocks=6)
 NUM_MICROBATCHES = 4
-# Not views by their schema, but without work for a device.
-_NO_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "_unsafe_view", "_lazy_clone"})
-
-
-@dataclass
-class Counts(TorchDispatchMode):
-    """Operations of all threads, while it counts."""
-
-    operations: int = 0
-    """That compute or copy."""
-    bytes_moved: int = 0
-    views: int = 0
-    """Views and allocations."""
-    by_name: dict[str, int] = field(default_factory=dict)
-    is_on: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.is_on and func.namespace == "aten":
-            name = str(func.overloadpacket).removeprefix("aten.")
-            if func.is_view or name in _NO_WORK:
-                self.views += 1
-            else:
-                self.operations += 1
-                self.by_name[name] = self.by_name.get(name, 0) + 1
-                tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-                self.bytes_moved += sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
-        return result
-
-    @contextlib.contextmanager
-    def in_all_threads(self) -> Iterator[None]:
-        """Context whose threads have this mode from their start on."""
-        run = threading.Thread.run
-
-        def watched(thread: threading.Thread) -> None:
-            with self:
-                run(thread)
-
-        threading.Thread.run = watched
-        try:
-            with self:
-                yield
-        finally:
-            threading.Thread.run = run
-
-    def of(self, step: Callable[[], object]) -> "Counts":
-        """Count ``step``."""
-        self.is_on = True
-        step()
-        self.is_on = False
-        return self
 
 
 @dataclass(frozen=True)
@@ -115,6 +64,15 @@ class Case:
     """Dtype in which the plain loop adds gradients; ``None``: that of the parameters."""
     checkpoints: bool = False
     num_microbatches: int = NUM_MICROBATCHES
+
+    @property
+    def peer(self) -> str:
+        """Part of PyTorch that has the same layout; empty: none that a plain loop could use."""
+        # Gradients of DDP have the dtype of its parameters, which those of copies do not.
+        if "sharded_data_parallel_degree" in self.options and self.computes is not torch.float16:
+            return "FSDP2"
+        is_alone = self.world == 1 or len(self.options) > 2 + ("gradient_dtype" in self.options)
+        return "" if is_alone or self.computes is not None or self.sums is not None else "DDP"
 
     @property
     def shares(self) -> int:
@@ -162,18 +120,27 @@ CASES: Mapping[str, Case] = {
 class PlainLoop:
     """Plain loop of one process: microbatches one after the other, gradients added in place."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, is_peer: bool = False) -> None:
         torch.manual_seed(0)
         self._case = case
         self.model = GPT_OF_CASES.model().to(case.stored)
+        self._halves = self.model
+        # Peers add up what has been reduced in the dtype of the parameters.
+        self._sums = None if is_peer else case.sums
+        self._whole: nn.Module = _wrapped(case, self.model) if is_peer else self._with_sums()
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
         self.batch = GPT_OF_CASES.batch(case.num_microbatches)
-        self._halves = copy.deepcopy(self.model).to(case.computes) if case.computes is not None else self.model
+
+    def _with_sums(self) -> nn.Module:
+        case = self._case
+        if case.computes is not None:
+            self._halves = copy.deepcopy(self.model).to(case.computes)
         for parameter, half in zip(self.model.parameters(), self._halves.parameters(), strict=True):
             if half is not parameter:
                 half.register_post_accumulate_grad_hook(partial(_pass_on, parameter))
             elif case.sums is not None:
                 parameter.grad_dtype = None  # any
+        return self._halves
 
     def step(self) -> None:
         """One step of the optimizer."""
@@ -183,10 +150,15 @@ class PlainLoop:
                 for parameter, half in zip(self.model.parameters(), self._halves.parameters(), strict=True):
                     half.copy_(parameter)
         number = self._case.num_microbatches
-        for inputs, targets in zip(self.batch[0].chunk(number), self.batch[1].chunk(number), strict=True):
-            with torch.autocast("cpu", HALF, enabled=self._case.autocast):
+        pairs = zip(self.batch[0].chunk(number), self.batch[1].chunk(number), strict=True)
+        for done, (inputs, targets) in enumerate(pairs, 1):
+            is_alone = isinstance(self._whole, DistributedDataParallel) and done < number
+            with (
+                self._whole.no_sync() if is_alone else contextlib.nullcontext(),
+                torch.autocast("cpu", HALF, enabled=self._case.autocast),
+            ):
                 (self._loss(inputs, targets) / number).backward()
-            self._cast_gradients(self._case.sums)
+            self._cast_gradients(self._sums)
         self._cast_gradients(self._case.stored)
         self.optimizer.step()
 
@@ -197,10 +169,26 @@ class PlainLoop:
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = inputs
-        for part in self._halves.parts:
-            x = checkpoint(part, x, use_reentrant=False) if self._case.checkpoints and x.requires_grad else part(x)
+        if self._case.checkpoints:
+            for part in self._halves.parts:
+                x = checkpoint(part, x, use_reentrant=False) if x.requires_grad else part(x)
+        else:
+            x = self._whole(inputs)
         output = x.float() if self._case.computes is not None else x
         return GPT_OF_CASES.loss(output, targets)
+
+
+def _wrapped(case: Case, model: Chain) -> nn.Module:
+    if case.peer == "DDP":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    policy = MixedPrecisionPolicy(param_dtype=case.computes, reduce_dtype=case.sums or case.computes and torch.float32)
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (case.world,)), mp_policy=policy)
+    *others, last = model.parts
+    for part in others:
+        shard(part)
+    shard(last, reshard_after_forward=False)
+    shard(model)
+    return model
 
 
 def _pass_on(parameter: nn.Parameter, half: Tensor) -> None:
@@ -212,8 +200,8 @@ def _pass_on(parameter: nn.Parameter, half: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def _counted_plain(case: Case) -> Counts:
-    loop = PlainLoop(case)
+def _counted_plain(case: Case, *, is_peer: bool = False) -> Counts:
+    loop = PlainLoop(case, is_peer=is_peer)
     for _ in range(2):
         loop.step()
     counts = Counts()
@@ -250,16 +238,17 @@ def _counted(case: Case) -> Counts:
         counts.of(step)
     engine.detach()
     engine.close()
-    return Counts(counts.operations, counts.bytes_moved, counts.views, counts.by_name)
+    return counts
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Counts of the plain loop and of each rank."""
+    """Counts of the plain loop, of each rank, and of the first rank of a peer."""
 
     plain: Counts
     ranks: Sequence[Counts]
     shares: int
+    peer: Counts | None
 
     @property
     def operations(self) -> float:
@@ -271,8 +260,23 @@ class Comparison:
         """Ratio to the plain loop: of the fullest rank, or of all stages together."""
         return self._ratio([each.bytes_moved for each in self.ranks], self.plain.bytes_moved)
 
-    def _ratio(self, found: Sequence[int], plain: int) -> float:
-        return (sum(found) if self.shares > 1 else max(found)) / plain
+    @property
+    def without_messages(self) -> float:
+        """Ratio of bytes without sums and copies that a backend makes for peers."""
+        return self._ratio([each.bytes_moved - each.of_messages for each in self.ranks], self.plain.bytes_moved)
+
+    @property
+    def without_exchange(self) -> float:
+        """Ratio of bytes without these, and without packing."""
+        own = [each.bytes_moved - each.of_messages - each.of_packing for each in self.ranks]
+        return self._ratio(own, self.plain.bytes_moved)
+
+    @property
+    def of_peer(self) -> tuple[float, float] | None:
+        """Ratios of the peer's operations and bytes, of which messages are no part."""
+        if self.peer is None:
+            return None
+        return self.peer.operations / self.plain.operations, self.peer.bytes_moved / self.plain.bytes_moved
 
     @property
     def with_views(self) -> float:
@@ -280,6 +284,9 @@ class Comparison:
         return self._ratio(
             [each.operations + each.views for each in self.ranks], self.plain.operations + self.plain.views
         )
+
+    def _ratio(self, found: Sequence[int], plain: int) -> float:
+        return (sum(found) if self.shares > 1 else max(found)) / plain
 
     def differences(self) -> str:
         """Operations that the ranks have more or less often, together if they share a loop."""
@@ -291,25 +298,37 @@ class Comparison:
 
 
 def compare(cases: Mapping[str, Case]) -> dict[str, Comparison]:
-    """Count steps of the package and of the plain loop, of cases with equally many ranks."""
+    """Count steps of the package, of the plain loop and of peers, of cases with equally many ranks."""
     (world,) = {case.world for case in cases.values()}
     of_ranks = run_ranks(_counted_each, world, list(cases.values()))
-    plain = [_counted_plain(case) for case in cases.values()]
+    with_peers = [case for case in cases.values() if case.peer]
+    peers = iter(run_ranks(_counted_peers, world, with_peers)[0] if with_peers else [])
     return {
-        name: Comparison(plain[number], [Counts(*found[number]) for found in of_ranks], case.shares)
+        name: Comparison(
+            _counted_plain(case),
+            [Counts(*found[number]) for found in of_ranks],
+            case.shares,
+            Counts(*next(peers)) if case.peer else None,
+        )
         for number, (name, case) in enumerate(cases.items())
     }
 
 
-def _counted_each(cases: Sequence[Case]) -> list[tuple[int, int, int, dict[str, int]]]:
-    found = map(_counted, cases)
-    return [(each.operations, each.bytes_moved, each.views, each.by_name) for each in found]
+def _counted_each(cases: Sequence[Case]) -> list[tuple[Any, ...]]:
+    return [_counted(case).figures for case in cases]
+
+
+def _counted_peers(cases: Sequence[Case]) -> list[tuple[Any, ...]]:
+    return [_counted_plain(case, is_peer=True).figures for case in cases]
+
+
+FIGURES = ("operations", "bytes_moved", "without_messages", "without_exchange", "with_views")
 
 
 def main(words: Sequence[str]) -> None:
     """Print the table and the figures."""
-    print("| case | plain: operations | bytes | ours: operations | bytes | operations | bytes | with views |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| case | plain: operations | bytes | ours: operations | bytes | operations | bytes", end="")
+    print(" | without messages | and packing | with views | peer: operations | bytes |\n|" + "---|" * 12)
     found: dict[str, Comparison] = {}
     for layout in LAYOUTS:
         asked = [name for name in CASES if name.startswith(f"{layout},") and all(word in name for word in words)]
@@ -319,17 +338,24 @@ def main(words: Sequence[str]) -> None:
             ranks = " + ".join(str(rank.operations) for rank in each.ranks)
             moved = " + ".join(f"{rank.bytes_moved:,}" for rank in each.ranks)
             plain = f"{each.plain.operations} | {each.plain.bytes_moved:,}"
-            ratios = f"{each.operations:.3f} | {each.bytes_moved:.3f} | {each.with_views:.3f}"
-            print(f"| {name} | {plain} | {ranks} | {moved} | {ratios} |")
+            ratios = " | ".join(f"{getattr(each, figure):.3f}" for figure in FIGURES)
+            peer = "{} {:.3f} | {:.3f}".format(CASES[name].peer, *each.of_peer) if each.of_peer else " | "
+            print(f"| {name} | {plain} | {ranks} | {moved} | {ratios} | {peer} |")
             print("   ", each.differences(), flush=True)
-    figures: dict[str, dict[str, float]] = {"worst_operations": {}, "worst_bytes": {}, "worst_with_views": {}}
+    print(json.dumps(_worst(found)))
+
+
+def _worst(found: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
+    worst: dict[str, dict[str, float]] = {}
     for layout in LAYOUTS:
         those = [each for name, each in found.items() if name.startswith(f"{layout},")]
-        if those:
-            figures["worst_operations"][layout] = round(max(each.operations for each in those), 4)
-            figures["worst_bytes"][layout] = round(max(each.bytes_moved for each in those), 4)
-            figures["worst_with_views"][layout] = round(max(each.with_views for each in those), 4)
-    print(json.dumps(figures))
+        for figure in FIGURES if those else ():
+            ratio = max(getattr(each, figure) for each in those)
+            worst.setdefault(f"worst_{figure.removesuffix('_moved')}", {})[layout] = round(ratio, 4)
+        peers = [each.of_peer for each in those if each.of_peer is not None]
+        for figure, ratios in zip(("operations", "bytes"), zip(*peers, strict=True), strict=False):
+            worst.setdefault(f"worst_{figure}_of_peer", {})[layout] = round(max(ratios), 4)
+    return worst
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ When a frozen parameter is unfrozen before a pass, its buffer has gradients from
 are still frozen are zero and not visible.
 """
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -122,7 +123,7 @@ class FlatGradients:
             self._is_collected[number] = self._is_used[number] = True
 
     def reduce(self, factor: float) -> None:
-        """Begin to reduce-scatter the gradients, each rank's multiplied by its ``factor``, onto earlier ones."""
+        """Begin to reduce-scatter the gradients, multiplied by ``factor`` on all ranks, onto earlier ones."""
         self.collect()
         if not self.is_trained:
             return
@@ -133,7 +134,10 @@ class FlatGradients:
         empty = [view(full, slot) for slot, is_there in there if not is_there]
         if empty := [*empty, *(full[start:stop] for start, stop in self._layout.padding)]:
             torch._foreach_zero_(empty)
-        if factor != 1.0:
+        # A power of two is exact wherever it is multiplied, so it costs no pass over memory of its own. Numbers of
+        # float16 could overflow on their way.
+        is_exact = math.frexp(factor)[0] == 0.5 and self._reduce_dtype != torch.float16
+        if not is_exact:
             full.mul_(factor)
         self._collected = None
         # With several owners this is the sum of the whole shard, which its owners sum up and divide among themselves.
@@ -143,7 +147,9 @@ class FlatGradients:
             self.own = into
         else:
             self._of_shard = into
-        self._reducing = self._collectives.reduce(full.to(dtype=self._reduce_dtype), into, is_first=before is None)
+        self._reducing = self._collectives.reduce(
+            full.to(dtype=self._reduce_dtype), into, is_first=before is None, factor=factor if is_exact else 1
+        )
 
     def wait(self) -> None:
         """Wait for gradients that are being reduced."""

@@ -172,7 +172,7 @@ class FlatUnit:
         """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
 
         Args:
-            factor: Factor of this rank's gradients.
+            factor: Factor of the gradients, the same on all ranks.
         """
         self._each(lambda buffer: buffer.gradients.reduce(factor))
 

@@ -79,7 +79,7 @@ class GatherSchedule:
         units: Units by name, in the same order on all ranks.
         collectives: Collectives of the shard group.
         timing: When units are gathered and reduced.
-        factor: Factor that this rank's gradients are multiplied by when they are reduced.
+        factor: Factor that gradients are multiplied by when they are reduced, the same on all ranks.
         replicas: Collectives of the ranks that hold the same shards in other shard groups; ``None``: there are none.
         deals_out: Whether each of these ranks updates a part of the shards.
 

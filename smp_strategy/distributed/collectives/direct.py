@@ -20,7 +20,7 @@ class OneHop(Protocol):
 
     def gather(self, messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int, /) -> Handle[object]: ...
     def reduce(
-        self, messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, /, *, is_first: bool
+        self, messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, /, *, is_first: bool, factor: float
     ) -> Handle[object]: ...
 
 
@@ -31,7 +31,9 @@ def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) 
     return Handle(lambda: wait_for(under_way))
 
 
-def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Handle[object]:
+def reduce(
+    messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool, factor: float = 1
+) -> Handle[object]:
     """Reduce-scatter: sum all ranks' values of this rank's part."""
     # The others' values of this rank's part; may be of a narrower dtype than the sum.
     arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
@@ -47,17 +49,19 @@ def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, 
                 yield arriving[rank]
 
     def finish() -> None:
-        add_up(into, in_order(), is_first=is_first)
+        add_up(into, in_order(), is_first=is_first, factor=factor)
         wait_for(sent)
 
     return Handle(finish)
 
 
-def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool) -> None:
-    """Add ``summands`` in their order to ``into``, or replace it by their sum (``is_first``)."""
+def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool, factor: float = 1) -> None:
+    """Add ``summands``, times ``factor``, in their order to ``into``, or replace it by their sum (``is_first``)."""
     for summand in summands:
-        if is_first:
+        if not is_first:
+            into.add_(summand, alpha=factor)
+        elif factor == 1:
             into.copy_(summand)
         else:
-            into.add_(summand)
+            torch.mul(summand, factor, out=into)
         is_first = False

@@ -15,6 +15,7 @@ much, a buffer is reduced in slices, one after the other, in the background.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -229,7 +230,7 @@ class GlooCollectives:
         return self._start(start, after, meeting)
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         parts, runs = full.chunk(self.size), self._runs(into)
@@ -237,19 +238,18 @@ class GlooCollectives:
         if self._two_hops is not None:
             wait_for(after)
             if len(runs) > 1:
-                return meeting.work(self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first).wait)
-            return meeting.work(self._two_hops.reduce(parts, into, is_first=is_first).wait)
+                in_turns = self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first, factor=factor)
+                return meeting.work(in_turns.wait)
+            return meeting.work(self._two_hops.reduce(parts, into, is_first=is_first, factor=factor).wait)
         tag = self._messages.new_tags(len(runs))
+        reduce = partial(self._hop.reduce, self._messages, is_first=is_first, factor=factor)
         if len(runs) == 1:
-            return self._start(
-                lambda: self._hop.reduce(self._messages, parts, into, tag, is_first=is_first), after, meeting
-            )
+            return self._start(lambda: reduce(parts, into, tag), after, meeting)
 
         def in_turn() -> None:
             wait_for(after)
             for number, run in enumerate(runs):
-                of_run = [part[run] for part in parts]
-                self._hop.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
+                reduce([part[run] for part in parts], into[run], tag + number).wait()
 
         return meeting.work(self._relay.submit(in_turn).wait)
 

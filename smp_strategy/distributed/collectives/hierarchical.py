@@ -107,27 +107,28 @@ class HierarchicalCollectives:
         # `under_way` is complete only when everything is passed on.
         return pass_on, lambda: wait_for(under_way)
 
-    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Handle[object]:
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool, factor: float = 1) -> Handle[object]:
         """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
-        pass_on, finish = self.begin_reduce(parts, into, self.new_tags_for(into), is_first=is_first)
+        pass_on, finish = self.begin_reduce(parts, into, self.new_tags_for(into), is_first=is_first, factor=factor)
         return self._relay.submit(pass_on).then(lambda _: finish())
 
     def reduce_in_turn(
-        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
+        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """Reduce-scatter one run of elements after the other, to bound the memory."""
         tags = [self.new_tags_for(into[run]) for run in runs]
 
         def work() -> None:
             for run, tag in zip(runs, tags, strict=True):
-                pass_on, finish = self.begin_reduce([part[run] for part in parts], into[run], tag, is_first=is_first)
+                of_run = [part[run] for part in parts]
+                pass_on, finish = self.begin_reduce(of_run, into[run], tag, is_first=is_first, factor=factor)
                 pass_on()
                 finish()
 
         return self._relay.submit(work)
 
     def begin_reduce(
-        self, parts: Sequence[Tensor], into: Tensor, tag: Tags, *, is_first: bool
+        self, parts: Sequence[Tensor], into: Tensor, tag: Tags, *, is_first: bool, factor: float = 1
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Begin to reduce; returns a function for a background thread, and one for the wait, to be called after that.
 
@@ -136,6 +137,7 @@ class HierarchicalCollectives:
             into: Gets the sum of this rank's part.
             tag: Tags from :meth:`new_tags_for`.
             is_first: Whether the sum replaces the content of ``into`` instead of being added to it.
+            factor: Factor of the ranks' values.
         """
         messages, chunks = self._messages, self._chunks(into)
         # By place: values of this rank and its neighbours for the shards of this rank and its twins.
@@ -167,7 +169,7 @@ class HierarchicalCollectives:
 
         def finish() -> None:
             wait_for(under_way)
-            add_up(into, sums, is_first=is_first)
+            add_up(into, sums, is_first=is_first, factor=factor)
 
         return pass_on, finish
 

@@ -44,16 +44,16 @@ class HostStagedCollectives:
         return gathered.then(lambda _: full.copy_(of_all, non_blocking=True))
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         if is_host(full.device):
-            return self._messages.reduce(full, into, after, is_first=is_first)
+            return self._messages.reduce(full, into, after, is_first=is_first, factor=factor)
         wait_for(after)
         # With the previous value, which is the first summand.
         summands, total = self._copies.out(full), self._copies.out(into)
         copied = [Handle(summands.wait), Handle(total.wait)]
-        reduced = self._messages.reduce(summands.memory, total.memory, copied, is_first=is_first)
+        reduced = self._messages.reduce(summands.memory, total.memory, copied, is_first=is_first, factor=factor)
         return reduced.then(lambda _: into.copy_(total.memory, non_blocking=True))
 
     def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:

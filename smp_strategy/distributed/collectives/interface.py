@@ -47,7 +47,7 @@ class Collectives(Protocol):
         """
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """Reduce-scatter: sum this rank's part of all ranks' ``full``.
 
@@ -56,6 +56,7 @@ class Collectives(Protocol):
             into: Gets the sum, when the work is waited for; may be of a wider dtype.
             after: Work that makes ``full`` ready. The caller need not wait for it.
             is_first: Whether the sum replaces the content of ``into`` instead of being added to it.
+            factor: Factor of the ranks' values, by which they are multiplied where they are added.
         """
 
     def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
@@ -146,7 +147,7 @@ class NativeCollectives:
         return Handle(work.wait)
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
@@ -157,7 +158,9 @@ class NativeCollectives:
         def finish() -> None:
             work.wait()
             if not is_in_place:
-                add_up(into, [total], is_first=is_first)
+                add_up(into, [total], is_first=is_first, factor=factor)
+            elif factor != 1:
+                into.mul_(factor)
 
         return Handle(finish)
 
@@ -182,11 +185,11 @@ class LoneCollectives:
         return Handle(partial(full.copy_, shard))
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
-        return Handle(partial(add_up, into, [full], is_first=is_first))
+        return Handle(partial(add_up, into, [full], is_first=is_first, factor=factor))
 
     def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.all_reduce`."""

@@ -61,12 +61,12 @@ class SharedMemoryHop:
         return self._relay.submit(copy_out)
 
     def reduce(
-        self, messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool
+        self, messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         """As :func:`direct.reduce`."""
         mine = parts[self._rank]
         if mine.nbytes < self._least_bytes:
-            return direct.reduce(messages, parts, into, tag, is_first=is_first)
+            return direct.reduce(messages, parts, into, tag, is_first=is_first, factor=factor)
         starts = {}
         for peer in messages.peers:
             starts[peer] = self._own.allocate(mine.nbytes)
@@ -78,7 +78,7 @@ class SharedMemoryHop:
                 yield part if rank == self._rank else self._received(rank, places.of(rank), mine, reader=0)
 
         def finish() -> None:
-            direct.add_up(into, in_order(), is_first=is_first)
+            direct.add_up(into, in_order(), is_first=is_first, factor=factor)
             places.finish()
 
         return Handle(finish)

@@ -87,10 +87,10 @@ class PartitionEvaluator:
         return 0.0 if limit is None else memory / max(limit, 1)
 
     def try_out(self, stage_of: Mapping[str, int]) -> None:
-        """Simulate an assignment, and keep it if it fits and is better than the best so far."""
+        """Simulate an assignment that may be better than the best so far, and keep it if it is and fits."""
         problem = self.problem
         stages = tuple(stage_of[unit.name] for unit in problem.units)
-        if stages in self._scores:
+        if stages in self._scores or self.beats(self._least_cost(stages, stage_of)):
             return
         score = self._scores[stages] = self._evaluate(stage_of)
         memory = problem.memory(stage_of, score)
@@ -112,6 +112,14 @@ class PartitionEvaluator:
         )
         if self.best is None or found[:4] < self.best[:4]:
             self.best = found
+
+    def _least_cost(self, stages: Sequence[int], stage_of: Mapping[str, int]) -> float:
+        """Lower bound on the cost of an assignment: its fullest stage never waits, and keeps no activations."""
+        problem, setting = self.problem, self.problem.setting
+        seconds = [0.0] * setting.num_stages
+        for stage, window in zip(stages, problem.windows, strict=True):
+            seconds[stage] += setting.num_microbatches * sum(window.work) / setting.speed(stage)
+        return rounded(self.cost(max(seconds), [held.total for held in problem.held(stage_of)]))
 
 
 def rounded(cost: float) -> float:

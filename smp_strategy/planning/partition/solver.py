@@ -102,8 +102,9 @@ def _searched(evaluator: PartitionEvaluator) -> float:
     """Run all searches; returns the lower bound."""
     problem, setting = evaluator.problem, evaluator.problem.setting
     num_chunks = len(setting.stage_of_chunk)
-    evaluator.try_out(problem.stage_of(equal_counts(len(problem.units), num_chunks)))
+    # The better one usually comes first, which may spare the simulation of the other one.
     evaluator.try_out(problem.stage_of(segments([sum(unit.work) for unit in problem.units], num_chunks)))
+    evaluator.try_out(problem.stage_of(equal_counts(len(problem.units), num_chunks)))
     flights = [setting.flight(stage) for stage in range(setting.num_stages)]
     promised = [flight.on_chain if problem.is_chain else flight.always for flight in flights]
     memory_counts = setting.memory_weight > 0 or any(limit is not None for limit in setting.memory_limits)

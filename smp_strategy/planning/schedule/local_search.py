@@ -18,8 +18,8 @@ from smp_strategy.planning.schedule.step_graph import Orders, ScheduledPass
 
 __all__ = ["LocalSearch"]
 
-# Budget of one search in simulated passes, per step in a row: a fraction of a second in all. See [Note: same decision
-# on every rank].
+# Budget of one search in simulated passes, per step in a row: a fraction of a second in all. A step of which it could
+# not try even two orders stays as it is. See [Note: same decision on every rank].
 MOST_PASSES = 200_000
 # Moves without a gain before the search gives up, and moves for which a moved pass stays in place.
 MOST_BAD_MOVES = 12
@@ -49,6 +49,8 @@ class LocalSearch:
             beginnings: Starting orders in groups. The first ones are tried first, and if several are equally good,
                 those of the last group.
         """
+        if sum(map(len, plan.stages)) > MOST_PASSES // 2:
+            return plan
         best = self._scorer.timed(self._graph.orders_of(plan))
         rated: list[tuple[float, int, int, Timed]] = []
         # Half of the budget is for the starting orders.

@@ -146,11 +146,13 @@ def search(
     ]
     too_much = [excess(each.plan, flow, limits) for each in found]
     found = [each for each, much in zip(found, too_much, strict=True) if much == min(too_much)]
-    best = found[0]
+    best, graph = found[0], StepGraph(flow, num_microbatches, late, losses.split)
     if min(too_much) == 0:
-        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found)
-    graph = StepGraph(flow, num_microbatches, link, losses.split)
-    return SearchResult(best.policy, with_period(graph.follow(graph.orders_of(best.plan)), graph))
+        best = _best(graph, flow, limits, found)
+    if late != link:
+        graph = StepGraph(flow, num_microbatches, link, losses.split)
+        best = best._replace(plan=graph.follow(graph.orders_of(best.plan)))
+    return best._replace(plan=with_period(best.plan, graph))
 
 
 def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
@@ -180,7 +182,9 @@ def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchRe
         if mine:
             mine.sort(key=lambda each: each.plan.makespan)
             plans = [each.plan for each in (*improved.values(), *mine)]
-            improved[splits] = SearchResult(mine[0].policy, _improved(graph, flow, limits, plans, splits=splits))
+            plan = _improved(graph, flow, limits, plans, splits=splits)
+            if plan is not plans[0]:
+                improved[splits] = SearchResult(mine[0].policy, plan)
     return _simplest(graph, found, improved)
 
 

@@ -10,6 +10,7 @@ repaired: the pass that can start first goes first.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.model.trace.work import Link
@@ -417,8 +418,7 @@ class _Clock:
         while stages:
             stage = stages.pop()
             order, times, free_at = self.orders[stage], self.times[stage], self.free_at[stage]
-            for position in range(self._reached[stage], len(order)):
-                kind, segment, microbatch = order[position]
+            for kind, segment, microbatch in islice(order, self._reached[stage], None):
                 cost, track, needs = tables[kind][segment]
                 start = free_at
                 for need, delay in needs:

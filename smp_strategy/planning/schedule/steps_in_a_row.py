@@ -24,8 +24,10 @@ def with_period(plan: Plan, graph: StepGraph) -> Plan:
     """``plan`` with its simulated time per step in steady state.
 
     Args:
-        plan: Schedule of a single step.
+        plan: Schedule of a single step. If it has a period already, that is of the same graph.
         graph: Passes of that step.
     """
+    if plan.period is not None:
+        return plan
     row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
     return replace(plan, period=(row.end - row.makespan) / (STEPS - 1))

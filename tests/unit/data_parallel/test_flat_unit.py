@@ -232,15 +232,19 @@ def test_gradients_can_be_collected_several_times_before_they_are_reduced():
     assert_same_gradients(ranks, per_rank[0])
 
 
-def test_each_rank_weighs_its_gradients():
+@pytest.mark.parametrize("factor", [0.25, 0.3])
+def test_gradients_are_weighed_before_they_are_added(factor):
     ranks = Ranks(2)
     ranks.gather()
     for rank, (module, unit) in enumerate(zip(ranks.blocks, ranks.units, strict=True)):
         module(batch(rank)).square().mean().backward()
-        unit.reduce([0.25, 0.5][rank])
+        unit.reduce(factor)
     expected = plain_block()
+    for parameter in expected.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient * factor)
     for rank in range(2):
-        ([0.25, 0.5][rank] * expected(batch(rank)).square().mean()).backward()
+        expected(batch(rank)).square().mean().backward()
     for unit in ranks.units:
         unit.wait_reduced()
     assert_same_gradients(ranks, expected)

@@ -36,7 +36,7 @@ class Member:
         return Handle(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
 
     def reduce(
-        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool
+        self, full: Tensor, into: Tensor, after: Sequence[Handle[object]] = (), *, is_first: bool, factor: float = 1
     ) -> Handle[object]:
         number = len(self.started)
         self.started.append(full.clone())
@@ -45,6 +45,7 @@ class Member:
                 into,
                 [member.started[number].chunk(self.size)[self.rank] for member in self._world.members],
                 is_first=is_first,
+                factor=factor,
             )
         )
 

@@ -85,6 +85,16 @@ def test_of_two_partitions_that_take_as_long_the_one_with_the_cheaper_cut_wins()
         assert sizes(case) == ([1, 2] if cheap == 0 else [2, 1])
 
 
+def test_a_partition_whose_fullest_stage_works_longer_than_the_best_step_takes_is_not_simulated():
+    case = case_of([*[Work(1, 1, 1)] * 7, Work(7, 7, 7)], num_microbatches=32, memory_weight=0.0)
+    tried = []
+    found = solve(case.problem, lambda stage_of: tried.append(dict(stage_of)) or case.evaluate(stage_of), budget=ENOUGH)
+    assert found.stage_of in tried
+    # Four units, the heavy one among them, work 32 * 3 * 10 without waits.
+    assert found.score.step_seconds < 32 * 3 * 10
+    assert case.problem.stage_of(equal_counts(8, 2)) not in tried
+
+
 def test_memory_that_must_fit_beats_time():
     heavy = {f"u{i}": {i: HeldBytes(100 if i < 2 else 1)} for i in range(6)}
     free = case_of([Work(1, 1, 1)] * 6, parameters=heavy)

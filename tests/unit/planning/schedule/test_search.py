@@ -189,3 +189,11 @@ def test_programs_that_do_nothing_backward_are_scheduled_too():
     events = [Event("unit", "x", (), (Value(0, 8, False),)), Event("unit", "y", (Value(0, 8, False),), ())]
     flow = route(Trace(events), {"x": 0, "y": 1}, 2, {0: Work(1.0), 1: Work(1.0)})
     assert search(flow, 3, candidates(2, 3, num_units=2)).plan.makespan == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("most_passes", [0, 10**6])
+def test_orders_of_a_step_that_is_too_long_for_the_budget_stay_those_of_its_policy(monkeypatch, most_passes):
+    monkeypatch.setattr("smp_strategy.planning.schedule.local_search.MOST_PASSES", most_passes)
+    flow = chain_of([Work(2.0, 2.0, 1.0), Work(1.0, 1.0, 0.5), Work(1.5, 1.0, 1.0)])
+    plan = search(flow, 5, [Policy("simple")]).plan
+    assert (plan.stages == simulate(flow, 5, Policy("simple")).stages) == (most_passes == 0)
