@@ -15,7 +15,7 @@ import functools
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import ApartError
 
 __all__ = [
+    "FAN_OUT",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -50,6 +51,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+FAN_OUT: Final = 8
+"""Number of ranks to which one passes on what it has been told, where all exchange numbers."""
 # Limit of a description of a call.
 _MOST_BYTES: Final = 2048
 # Limits up to which each rank sends its numbers to each: gloo's ring takes twice as many messages, one after the other.
@@ -206,30 +209,45 @@ def _raise_different(meeting: BegunCollective) -> NoReturn:
 
 
 def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
-    """All-gather ``mine`` through the first rank.
+    """All-gather ``mine`` up and down a tree of ranks, so that no rank has a connection to all others.
 
     By messages, not by a collective, since a rank that is elsewhere may be in a collective of this group: gloo would
     take the one for the other, and end the process if their sizes differ.
     """
-    group, others = meeting.group, range(1, meeting.group.size())
+    group, (rank, size) = meeting.group, (meeting.group.rank(), meeting.group.size())
+    above, below = (rank - 1) // FAN_OUT, _below(range(rank, rank + 1), size)
     # With torch's `fake` backend only this rank exists; all others have the same then.
-    found = torch.stack([mine] * group.size())
+    found = torch.stack([mine] * size)
 
     def exchange() -> None:
-        if group.rank() == 0:
-            found[0] = mine
-            arriving = [pending_messages.receive(found[rank], rank, tag, group) for rank in others]
-            for wait in arriving:
-                wait()
-            leaving = [pending_messages.send(found, rank, tag, group) for rank in others]
-        else:
-            leaving = [pending_messages.send(mine, 0, tag, group)]
-            pending_messages.receive(found, 0, tag, group)()
+        arriving = {child: found[list(_subtree(child, size))] for child in below}
+        for wait in [pending_messages.receive(rows, child, tag, group) for child, rows in arriving.items()]:
+            wait()
+        for child, rows in arriving.items():
+            found[list(_subtree(child, size))] = rows
+        leaving = []
+        if rank:
+            leaving.append(pending_messages.send(found[list(_subtree(rank, size))], above, tag, group))
+            pending_messages.receive(found, above, tag, group)()
+        leaving += [pending_messages.send(found, child, tag, group) for child in below]
         for wait in leaving:
             wait()
 
     watch_of().until(meeting, exchange)
     return found
+
+
+def _below(ranks: range, size: int) -> range:
+    """Ranks right below ``ranks``, which are neighbours, in a tree of ``size`` ranks."""
+    return range(min(ranks.start * FAN_OUT + 1, size), min(ranks.stop * FAN_OUT + 1, size))
+
+
+def _subtree(rank: int, size: int) -> Iterator[int]:
+    """``rank`` and all ranks below it, in a tree of ``size`` ranks."""
+    level = range(rank, rank + 1)
+    while level:
+        yield from level
+        level = _below(level, size)
 
 
 def gather_objects(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:

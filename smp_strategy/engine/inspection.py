@@ -13,7 +13,7 @@ from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.step_monitor import StepMonitor
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.planning.layouts.cluster import peak_flops
+from smp_strategy.planning.layouts.cluster import device_named
 from smp_strategy.planning.memory.counting import count
 from smp_strategy.planning.memory.sharded import RankMemory
 from smp_strategy.reports.explain.explanation import Explanation
@@ -119,7 +119,9 @@ class Inspection:
             memory=memory,
             predicted=predicted,
         )
-        found = combine(collectives.gather_objects(mine, "figures of the run"), peak_flops(device_name(device)))
+        known = device_named(device_name(device))
+        peak = None if known is None else known.peak_flops
+        found = combine(collectives.gather_objects(mine, "figures of the run"), peak)
         if found and loss_scale is not None:
             found["smp/loss_scale"] = loss_scale
         if found and monitor.searches:

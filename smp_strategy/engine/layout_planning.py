@@ -16,15 +16,18 @@ from torch.utils import _pytree as pytree
 from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.device import device_name, is_host
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.decide import step_program
+from smp_strategy.engine.dry_run import DryRun, DryRunInput
 from smp_strategy.engine.offline_planning import Survey, surveyed
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import modelled_work
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
-from smp_strategy.planning.layouts.cluster import Cluster, JobLayout, divisors, layouts_on
+from smp_strategy.planning.costs import Costs
+from smp_strategy.planning.layouts.cluster import DEVICES, Cluster, JobLayout, device_named, divisors, layouts_on
 from smp_strategy.planning.layouts.estimate import (
     Estimate,
     LayoutCosts,
@@ -32,13 +35,14 @@ from smp_strategy.planning.layouts.estimate import (
     MicrobatchCosts,
     fastest_layouts,
     planned,
+    rough,
 )
 from smp_strategy.planning.planner import PlanningInput
 from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear
 from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
 
-__all__ = ["LayoutPlanner"]
+__all__ = ["LayoutPlanner", "estimates_on_ranks"]
 
 # Part of the device's memory that the plan leaves to the allocator, the context and kernels' workspaces.
 RESERVED = 0.08
@@ -214,6 +218,56 @@ class _SplitModel:
                 split_bytes={name: number * outputs.get(name, 0) for name, number in self.summed.items()},
             )
         return self._sizes[samples]
+
+
+def estimates_on_ranks(
+    config: SMPConfig, inputs: DryRunInput, found: DryRun, costs: Costs, now: JobLayout, *, node_size: int, limit: int
+) -> list[Estimate]:
+    """Rough estimates for the ranks of a run: of its layout, then of each with fewer stages and more replicas.
+
+    A step has the same samples in microbatches of the same size, so that one trace is enough.
+
+    Args:
+        config: All options of the run.
+        inputs: Module and its optimizers.
+        found: Result of the dry run, with a trace.
+        costs: Costs of its calls.
+        now: Layout of the run, without split layers and shards.
+        node_size: Ranks on a node.
+        limit: Bytes of a rank.
+
+    Returns:
+        Nothing if the device is unknown.
+    """
+    device = DEVICES["cpu"] if is_host(inputs.device) else device_named(device_name(inputs.device))
+    if device is None:
+        return []
+    cluster = Cluster(nodes=now.world_size // node_size, devices_per_node=node_size, device=device)
+    layouts = [now]
+    for pp in (degree for degree in divisors(now.world_size) if degree < now.pp):
+        dp = now.world_size // pp
+        microbatches, left = divmod(now.microbatches * now.dp, dp)
+        layouts += [
+            now._replace(pp=pp, dp_shard=dp // each, dp_replicate=each, microbatches=microbatches)
+            for each in (dp, 1)
+            if microbatches and not left
+        ]
+    estimates = []
+    for layout in layouts:
+        options = replace(config, pipeline_parallel_degree=layout.pp, sharded_data_parallel_degree=layout.dp_shard)
+        shape = MeshShape(pp=layout.pp, dp=layout.dp, dp_shard=layout.dp_shard)
+        program = step_program(options, inputs, found, costs, shape, (limit,) * layout.pp)
+        microbatch = MicrobatchCosts(
+            trace=program.trace,
+            work=program.work,
+            relief=program.relief,
+            recomputing=program.relief.fixed,
+            split_bytes={},
+        )
+        itemsize = next(inputs.module.parameters()).element_size()
+        layout_costs = LayoutCosts(program=program, microbatch=microbatch, itemsize=itemsize)
+        estimates.append(rough(layout_costs, layout, cluster, limit))
+    return estimates
 
 
 def _traced(survey: Survey) -> Trace:

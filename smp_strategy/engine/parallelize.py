@@ -17,6 +17,7 @@ except for a module that was built on the meta device: it stays as the last run 
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,9 +34,10 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.decide import agree_on, decide
-from smp_strategy.engine.dry_run import dry_run, run_for_real
+from smp_strategy.engine.dry_run import DryRun, dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.layout import Layout
+from smp_strategy.engine.layout_planning import estimates_on_ranks
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.new_step_kinds import FirstStep, refuse_new_hooks, refuse_rewritten
 from smp_strategy.engine.plan_cache import PlanCache
@@ -52,6 +54,8 @@ from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport.open_channels import measure_paths, open_channels, render_paths
 from smp_strategy.pipeline.transport.transport import Transport
+from smp_strategy.planning.layouts.cluster import JobLayout
+from smp_strategy.reports.layout_plan import chosen_text
 from smp_strategy.tensor_parallel.plan.user_choices import heads_explained
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_module import SplitModule
@@ -257,10 +261,31 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     )
     if found.trace is not None and found.trace.loss is not None:
         plans.learn(first.kind, found.trace)
-    notes = (note_on_others(os.environ, option_types()), layout.costs.render())
+    chosen = _why_stages(parts, first, found)
+    notes = (note_on_others(os.environ, option_types()), layout.costs.render(), chosen)
     for note in filter(None, notes):
         parts.report(note)
     parts.describe(render_layout(shape, layout.partition, config, layout.split_report))
+
+
+def _why_stages(parts: EngineParts, first: FirstStep, found: DryRun) -> str:
+    """Why ranks are stages, if nobody has given degrees; otherwise empty."""
+    shape, config, layout = parts.mesh.shape, parts.config, parts.layout
+    assert layout.partition is not None
+    is_free = config.pipeline_parallel_degree is None and config.smp_report != "quiet" and first.kind == "train"
+    if not is_free or shape.pp == 1 or found.trace is None:
+        return ""
+    limits = [stage.memory_limit for stage in layout.partition.stages if stage.memory_limit is not None]
+    now, *others = estimates_on_ranks(
+        config,
+        first.inputs(parts),
+        found,
+        layout.costs,
+        JobLayout(shape.pp, 1, 1, shape.dp, len(first.microbatches), first.sizes[0]),
+        node_size=shape.node_size or shape.world_size,
+        limit=min(limits, default=sys.maxsize),
+    ) or (None,)
+    return "" if now is None else chosen_text(now, others)
 
 
 def _agree_on_trace(group: TensorGroup, trace: Trace) -> Trace:

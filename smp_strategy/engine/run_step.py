@@ -32,6 +32,7 @@ from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.recording import Recorded
+from smp_strategy.reports.timeline.clocks import gather
 from smp_strategy.tensor_parallel.joint_batch import join
 
 __all__ = ["begin", "cut", "evaluation_job", "finish", "memory_explained", "run_step", "training_job", "warn_of_fewer"]
@@ -217,8 +218,10 @@ def run_step(parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any
 
 
 def finish(parts: EngineParts) -> None:
-    """End a step of any kind, and report on the first training step. Collective then."""
+    """End a step of any kind; save its trace, and report on the first training step. Collective then."""
     parts.loss_weighting.end()
+    if parts.monitor is not None:
+        parts.monitor.save_trace(parts.recorded, lambda: gather(parts.recorded, parts.mesh, parts.timeout))
     # After a validation, the path of the first training step is new, and the second one is the first with a schedule.
     if not parts.has_described and (parts.recorded is not None or parts.num_steps > 1):
         parts.has_described = True

@@ -1,11 +1,13 @@
-"""Monitor of a run: counts of training steps on this rank, and what to do about gradients that are not finite.
+"""Monitor of a run: counts and traces of training steps, and what to do about gradients that are not finite.
 
 The engine tells a monitor of its steps, if there is one; the times are those that every step records anyway. Ranks
 exchange nothing before figures are asked for (:meth:`smp_strategy.engine.inspection.Inspection.figures`), except the
-outcome of the search for NaN and infinity, once per update, unless these are ignored.
+outcome of the search for NaN and infinity, once per update, unless these are ignored, and the times of steps that are
+traced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, final, get_args
 
@@ -19,8 +21,9 @@ from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.job import StepRun
-from smp_strategy.pipeline.recording import Recording
+from smp_strategy.pipeline.recording import Recorded, Recording
 from smp_strategy.reports.run_figures import RankFigures
+from smp_strategy.reports.timeline.timeline import Timeline
 
 __all__ = ["StepMonitor", "flops_of", "num_tokens"]
 
@@ -34,11 +37,13 @@ class StepMonitor:
     Args:
         nonfinite: what to do when gradients are not finite: ``raise`` an error that names the unit, stage and
             microbatch; ``skip`` the update with a warning that names them; ``ignore``: look for nothing.
+        trace_steps: numbers of training steps, from 1, whose timeline is saved.
         clock: time in seconds.
         tell: called with warnings, on all ranks.
 
     Attributes:
         nonfinite: as given.
+        trace_folder: folder of ``step-<number>.json``; doors set it.
         num_nonfinite: updates so far for which gradients were not finite.
 
     Raises:
@@ -48,6 +53,7 @@ class StepMonitor:
     def __init__(
         self,
         nonfinite: NonfinitePolicy = "raise",
+        trace_steps: Collection[int] = (),
         *,
         clock: Callable[[], float] = perf_counter,
         tell: Callable[[str], None] = lambda text: None,
@@ -56,7 +62,9 @@ class StepMonitor:
             words = ", ".join(f"`{word}`" for word in get_args(NonfinitePolicy))
             raise ConfigError(f"`nonfinite` of SMPMonitor must be one of {words}, but is {nonfinite!r}.")
         self.nonfinite = nonfinite
+        self.trace_folder = Path()
         self.num_nonfinite = 0
+        self._traced, self._due = frozenset(trace_steps), 0
         self._clock, self._tell = clock, tell
         self._search = NonfiniteSearch()
         self._counted = RankFigures(tokens=0)
@@ -78,6 +86,7 @@ class StepMonitor:
         if self._since is None:
             self._since = self._clock()
         self._search.step, self._sizes = number, sizes
+        self._due = number if number in self._traced else 0
         if self._is_checked:  # several optimizers may have been checked, with the same flags
             self._search.clear()
             self._is_checked = False
@@ -108,6 +117,23 @@ class StepMonitor:
             idle_seconds=before.idle_seconds + recording.idle,
             message_seconds=before.message_seconds + recording.waited,
         )
+
+    def save_trace(self, recorded: Recorded | None, gather: Callable[[], Timeline]) -> None:
+        """Save the timeline of the step that is over, if it is to be traced. Collective over the replica then.
+
+        Args:
+            recorded: Latest training step that had a plan.
+            gather: Gathers its timeline.
+        """
+        number, self._due = self._due, 0
+        if recorded is not None and recorded.number == number:
+            gather().save(self.trace_folder / f"step-{number}.json")
+        elif number:
+            self._tell(
+                f"Training step {number}, which is in `trace_steps`, has no trace, because it ran without a timetable: "
+                "so do the first step after a validation, and steps whose loss is computed or differentiated by hand. "
+                "Choose a later step, or let the model return its loss."
+            )
 
     def around_unit(self, unit: str, function: Callable[..., Any], microbatch: object) -> Callable[..., Any]:
         """``function``, the forward of ``unit`` for a microbatch; ``None``: outside of steps."""

@@ -1,10 +1,12 @@
 """Report of a plan: the fastest layouts of a model on a cluster, and the step and memory of the best one, as text."""
 
+from collections.abc import Sequence
+
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
-from smp_strategy.planning.layouts.estimate import Estimate, LayoutPlan, why_slower
+from smp_strategy.planning.layouts.estimate import LIKELY_ERROR, Estimate, LayoutPlan, why_slower
 from smp_strategy.reports.table import ReportTable, render_text
 
-__all__ = ["layouts_text", "plan_as_data", "run_options"]
+__all__ = ["chosen_text", "layouts_text", "plan_as_data", "run_options"]
 
 _NAMES = {
     "split_layers": "messages of split layers",
@@ -102,6 +104,39 @@ def plan_as_data(plan: LayoutPlan) -> list[dict[str, object]]:
         }
         for estimate in plan.estimates
     ]
+
+
+def chosen_text(now: Estimate, others: Sequence[Estimate]) -> str:
+    """Why ranks are stages where no degrees are given, as sentences.
+
+    Args:
+        now: Estimate of the layout of the run.
+        others: Those with fewer stages and more replicas.
+    """
+    layout = now.layout
+    said = (
+        f"Why {layout.pp} stages: they work on one batch, as one process does. Estimated for "
+        f"{show_count(layout.global_batch, 'sample')}: {_about(now)}."
+    )
+    whole = [each for each in others if each.layout.pp == each.layout.dp_shard == 1 and not each.fits]
+    if whole:
+        needed, limit = whole[0].memory.total, now.memory_limit
+        said += f" A rank that held the whole model would need {show_bytes(needed)} of {show_bytes(limit)}."
+    best = min((each for each in others if each.fits), key=lambda each: each.seconds.total, default=None)
+    if best is None:
+        return said
+    if now.seconds.total < LIKELY_ERROR * best.seconds.total:
+        return f"{said} Replicas, each with samples of its own, would hardly be faster."
+    degrees = {name: value for name, value in best.layout.options.items() if name.endswith("degree")}
+    options = ", ".join(f"{name}={value}" for name, value in degrees.items())
+    return (
+        f"{said} Faster for the same samples: {show_count(best.layout.dp, 'replica')} with batches of "
+        f"{show_count(best.layout.microbatches * best.layout.samples, 'sample')} each (`{options}`), {_about(best)}."
+    )
+
+
+def _about(estimate: Estimate) -> str:
+    return f"about {show_seconds(estimate.seconds.total)}, {show_bytes(estimate.memory.total)} on a rank"
 
 
 def run_options(estimate: Estimate) -> dict[str, object]:

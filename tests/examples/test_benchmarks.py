@@ -73,6 +73,7 @@ SCRIPTS = {
         ["--quick"],
         {"start_over_ddp", "cpu_over_ddp", "script_over_ddp", "import_over_lightning", "first_step_cpu"},
     ),
+    "startup_at_scale.py": (["--quick"], {"8", "64", "512", "growth"}),
     "tensor_parallel.py": (
         ["--quick"],
         {"worst_time_vs_dtensor", "memory_vs_dtensor", "bytes_over_minimum", "tokens_bytes_over_minimum"},

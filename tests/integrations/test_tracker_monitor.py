@@ -1,5 +1,6 @@
 """``SMPMonitor`` in loops with Accelerate, and as a callback of Hugging Face's Trainer."""
 
+import json
 import warnings
 from importlib import import_module
 
@@ -64,6 +65,48 @@ def test_the_class_is_found_by_its_name():
 def test_without_attach_the_error_says_so():
     with pytest.raises(SMPError, match=r"call `monitor.attach\(accelerator\)` after `prepare`"):
         SMPMonitor().figures()
+
+
+def actions_in(path):
+    """Names of the measured actions in a trace, by rank."""
+    measured = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("cat") == "measured"]
+    ranks = {each["pid"] - 1 for each in measured}
+    return {rank: {each["name"] for each in measured if each["pid"] == rank + 1} for rank in ranks}
+
+
+ACTIONS = {kind + str(number) for kind in "FB" for number in range(4)}
+
+
+def traced_loop(folder, is_given):
+    accelerator = fresh_accelerator({**PP2, "pipeline": "1f1b"}, project_dir=str(folder / "project"))
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    SMPMonitor(trace_steps=[1, 3], trace_folder=folder / "given" if is_given else None).attach(accelerator)
+    for batch in batches(3):
+        accelerator.backward(loss_inside(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_chosen_steps_of_a_loop_are_traced_over_all_stages(tmp_path, is_given):
+    accelerated(traced_loop, 2, tmp_path, is_given)
+    folder = tmp_path / ("given" if is_given else "project")
+    assert sorted(path.name for path in folder.glob("*.json")) == ["step-1.json", "step-3.json"]
+    for number in (1, 3):
+        assert actions_in(folder / f"step-{number}.json") == {0: ACTIONS, 1: ACTIONS}
+
+
+def hf_traced(folder):
+    trainer = text_trainer(folder, {**PP2, "pipeline": "1f1b"}, callbacks=[SMPMonitor(trace_steps=[2])], **EXACT)
+    trainer.train()
+
+
+def test_a_chosen_step_of_the_trainer_is_traced_in_its_output_folder(tmp_path):
+    trained_on(hf_traced, 2, tmp_path)
+    assert [path.name for path in tmp_path.rglob("step-*.json")] == ["step-2.json"]
+    (path,) = tmp_path.rglob("step-2.json")
+    assert actions_in(path) == {0: ACTIONS, 1: ACTIONS}
 
 
 def hf_run(folder, smp):

@@ -6,8 +6,10 @@ gets them into what it logs (:meth:`smp_strategy.integrations.accelerate.hf_trai
 
 import functools
 import warnings
+from collections.abc import Collection
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import new_class
 from typing import Any, Self
 
@@ -30,10 +32,19 @@ class TrackerMonitor:
     Args:
         nonfinite: when gradients are NaN or infinite: ``raise`` an error that names unit, stage and microbatch,
             ``skip`` the update with a warning, or ``ignore`` it, which costs nothing.
+        trace_steps: numbers of training steps, from 1, whose timeline is saved.
+        trace_folder: folder for ``step-<number>.json``, for https://ui.perfetto.dev; default: the ``output_dir`` of
+            Hugging Face's Trainer, or the ``project_dir`` of the Accelerator.
     """
 
-    def __init__(self, nonfinite: NonfinitePolicy = "raise") -> None:
-        self.monitor = StepMonitor(nonfinite, tell=lambda text: warnings.warn(text, stacklevel=2))
+    def __init__(
+        self,
+        nonfinite: NonfinitePolicy = "raise",
+        trace_steps: Collection[int] = (),
+        trace_folder: str | Path | None = None,
+    ) -> None:
+        self.monitor = StepMonitor(nonfinite, trace_steps, tell=lambda text: warnings.warn(text, stacklevel=2))
+        self.trace_folder = trace_folder
         self._session: Any = None
 
     def attach(self, accelerator: Any) -> Self:
@@ -46,6 +57,7 @@ class TrackerMonitor:
         if session is None:
             raise SMPError("SMPMonitor measures runs of smp_strategy only, and this Accelerator has no SMPPlugin.")
         session.engine.inspection.monitor = self.monitor
+        self.monitor.trace_folder = Path(self.trace_folder or getattr(accelerator, "project_dir", None) or "")
         self._session = session
         return self
 
@@ -60,6 +72,7 @@ class TrackerMonitor:
         """Begin to measure a run of Hugging Face's Trainer, whose optimizer is prepared."""
         if hasattr(optimizer, "smp"):
             self.attach(optimizer)
+            self.monitor.trace_folder = Path(self.trace_folder or args.output_dir)
         else:
             warnings.warn("SMPMonitor measures runs of smp_strategy only; this Trainer has no SMPPlugin.", stacklevel=2)
 

@@ -47,8 +47,8 @@ class MonitorHooks:
         trace_folder: str | Path | None = None,
     ) -> None:
         super().__init__()
-        self.monitor = StepMonitor(nonfinite, tell=self._warn)
-        self._traced, self._folder = frozenset(trace_steps), trace_folder
+        self.monitor = StepMonitor(nonfinite, trace_steps, tell=self._warn)
+        self.trace_folder = trace_folder
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Warn if there is nothing to measure."""
@@ -60,15 +60,11 @@ class MonitorHooks:
         strategy = trainer.strategy
         if not hasattr(strategy, "timeline"):
             return
-        inspection = strategy.engine.inspection
-        if inspection.num_steps in self._traced:
-            folder = Path(self._folder or trainer.default_root_dir)
-            strategy.timeline().save(folder / f"step-{inspection.num_steps}.json")
         if trainer.fit_loop._should_accumulate() or not trainer._logger_connector.should_update_logs:
             return
         scaler = strategy.precision_plugin.scaler
         is_guard = scaler is None or scaler.rules.is_static
-        found = inspection.figures(None if is_guard else scaler.get_scale())
+        found = strategy.engine.inspection.figures(None if is_guard else scaler.get_scale())
         for is_shown in (True, False):
             shown = {name: value for name, value in found.items() if (name in IN_PROGRESS_BAR) is is_shown}
             pl_module.log_dict(shown, prog_bar=is_shown, batch_size=1)
@@ -97,7 +93,11 @@ def monitored(strategy: Any, callbacks: Iterable[Any], *, is_guarded: bool) -> I
         callbacks: of the Trainer.
         is_guarded: whether updates can be left out: Lightning makes them, and not the user's step.
     """
-    monitor = next((each.monitor for each in callbacks if isinstance(each, MonitorHooks)), None)
+    callback = next((each for each in callbacks if isinstance(each, MonitorHooks)), None)
+    monitor = None if callback is None else callback.monitor
+    if callback is not None:
+        root = strategy.lightning_module.trainer.default_root_dir
+        callback.monitor.trace_folder = Path(callback.trace_folder or root)
     inspection, plugin = strategy.engine.inspection, strategy.precision_plugin
     inspection.monitor = monitor
     plain = type(plugin)

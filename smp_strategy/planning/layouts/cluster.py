@@ -26,7 +26,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.work import Link
 
-__all__ = ["DEVICES", "Cluster", "JobLayout", "divisors", "layouts_on", "peak_flops"]
+__all__ = ["DEVICES", "Cluster", "JobLayout", "device_named", "divisors", "layouts_on"]
 
 
 _GB = 10**9
@@ -184,13 +184,13 @@ class Cluster:
         return network._replace(bytes_per_second=network.bytes_per_second * LINK_SHARE / self.devices_per_node)
 
 
-def peak_flops(name: str) -> float | None:
-    """Dense 16-bit FLOP/s of the device with a ``name`` like NVIDIA H100 80GB HBM3; ``None``: not in :data:`DEVICES`.
+def device_named(name: str) -> Device | None:
+    """Figures of the device with a ``name`` like NVIDIA H100 80GB HBM3; ``None``: not in :data:`DEVICES`.
 
-    The figures are those of SXM modules; a PCIe card of the same name has others.
+    They are those of SXM modules; a PCIe card of the same name has others.
     """
     words = re.split(r"[\s-]+", name.lower())
-    return None if "pcie" in words else next((DEVICES[word].peak_flops for word in words if word in DEVICES), None)
+    return None if "pcie" in words else next((DEVICES[word] for word in words if word in DEVICES), None)
 
 
 def _device(name: str) -> Device:

@@ -29,12 +29,14 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.planning.activation_budget.allocate import ActivationPlan
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch
 from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.planning.planner import PlanningInput, best_partition
+from smp_strategy.planning.schedule.peak_memory import fullest_moments
 from smp_strategy.planning.schedule.policies import Policy
+from smp_strategy.planning.schedule.simulate import simulate
 
 __all__ = [
     "Estimate",
@@ -234,15 +236,38 @@ def planned(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limi
     chunks = [1, 2] if layout.pp > 1 and 2 * layout.pp <= len(program.parameters) else [1]
     policies = [Policy("1f1b", number) for number in chunks]
     partition = best_partition(config, program, layout.pp, policies=policies)
-    fullest = max(partition.stages, key=lambda stage: stage.memory_bytes)
+    held, activation_bytes, missing = _fullest(program, partition, begins_empty=layout.dp_shard == 1)
     busiest = max(stage.seconds for stage in partition.stages)
     whole = max(
         sum(unit.held.gradient for unit in partition.units if unit.stage == stage) for stage in range(layout.pp)
     )
-    timed = (partition.step_seconds, busiest, fullest.held, fullest.activation_bytes)
-    return replace(
-        _estimate(costs, layout, cluster, memory_limit, timed, whole // GRADIENT_ITEMSIZE), partition=partition
-    )
+    timed = (partition.step_seconds, busiest, held, activation_bytes)
+    found = _estimate(costs, layout, cluster, memory_limit, timed, whole // GRADIENT_ITEMSIZE)
+    memory = found.memory._replace(gradients=max(0, held.gradient - missing))
+    return replace(found, partition=partition, memory=memory)
+
+
+def _fullest(program: PlanningInput, partition: Partition, *, begins_empty: bool) -> tuple[HeldBytes, int, int]:
+    """The fullest rank when it is fullest: what it holds, activations, and gradients that do not exist yet.
+
+    Args:
+        program: Program of the layout.
+        partition: Its stages.
+        begins_empty: Whether a step begins without gradients; those of shards have memory of their own.
+    """
+    moments = [(stage.activation_bytes, 0) for stage in partition.stages]
+    if begins_empty:
+        stage_of = {unit.name: unit.stage for unit in partition.units}
+        microbatch = Microbatch(
+            trace=program.trace, work=program.work, stage_of=stage_of, num_stages=len(partition.stages)
+        )
+        flow = program.relief.flow(microbatch, program.relief.fixed)
+        policy = Policy("1f1b", partition.chunks_per_stage)
+        plan = simulate(flow, partition.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
+        gradients = {unit.name: unit.held.gradient for unit in partition.units}
+        moments = list(fullest_moments(plan, flow, gradients, program.relief.horizon))
+    loads = [(stage.held, *moment) for stage, moment in zip(partition.stages, moments, strict=True)]
+    return max(loads, key=lambda load: load[0].total + load[1] - load[2])
 
 
 def _program_on(costs: LayoutCosts, layout: JobLayout, cluster: Cluster) -> PlanningInput:

@@ -8,6 +8,9 @@ A segment keeps its activations from its forward to the end of its backward, wit
   calls after their forward, while they are copied away. A single stage counts calls of units instead of actions.
 * Only moments that no other moment covers matter: a moment covers another if it is at least as full, whatever units
   keep.
+
+Limits leave room for all gradients at every moment, because batches may be accumulated. In a step by itself the
+gradients of a segment exist from its first backward on (:func:`fullest_moments`).
 """
 
 from collections import Counter
@@ -16,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from smp_strategy.pipeline.routing import SegmentId
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.schedule.flow import Flow, KeptBytes
 
-__all__ = ["DEFAULT_HORIZON", "ActionMemory", "moments", "peak_saved_bytes", "used_bytes"]
+__all__ = ["DEFAULT_HORIZON", "ActionMemory", "fullest_moments", "moments", "peak_saved_bytes", "used_bytes"]
 
 DEFAULT_HORIZON = 4
 # Calls with pending or queued copies to the host while the next call computes.
@@ -75,7 +78,7 @@ def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tup
     found = []
     for stage in range(flow.num_stages):
         least: list[ActionMemory] = []
-        for moment in _moments_of(plan, flow, stage, horizon):
+        for _, moment in _moments_of(plan, flow, stage, horizon):
             if not any(known.covers(moment) for known in least):
                 least = [known for known in least if not moment.covers(known)]
                 least.append(moment)
@@ -83,7 +86,7 @@ def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tup
     return tuple(found)
 
 
-def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[ActionMemory]:
+def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[tuple[Action, ActionMemory]]:
     actions = plan.stages[stage]
     by_calls = flow.num_stages == 1
     # Position of the backward of each segment and microbatch.
@@ -106,11 +109,12 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Ac
             window = 0 if stays else horizon + 1 if recomputes else LEAVING_CALLS
             running = Running(SegmentId(stage, action.segment), recomputes, action.kind != "I", window)
         last_near = position + (horizon if not by_calls else 0 if action.kind in ("I", "W") else -1)
-        yield ActionMemory(
+        moment = ActionMemory(
             _counted(stage, [each for each in there if running is None or not running.frees or each != place]),
             _counted(stage, [each for each in there if uses[each] <= last_near]),
             running,
         )
+        yield action, moment
         if action.kind in ("B", "W"):
             there.remove(place)
 
@@ -155,6 +159,38 @@ def peak_saved_bytes(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> 
                 held -= saved[SegmentId(stage, action.segment)]
         peaks.append(peak)
     return tuple(peaks)
+
+
+def fullest_moments(
+    plan: Plan, flow: Flow, gradients: Mapping[str, int], horizon: int = DEFAULT_HORIZON
+) -> tuple[tuple[int, int], ...]:
+    """The moment of each stage with most activations and gradients, in a step that begins without gradients.
+
+    Args:
+        plan: Order of the actions.
+        flow: Segments of one microbatch.
+        gradients: Bytes of the gradients of each unit.
+        horizon: As for :func:`moments`.
+
+    Returns:
+        For each stage: bytes of activations, and of the gradients that do not exist yet.
+    """
+    found = []
+    for stage in range(flow.num_stages):
+        missing = {name: gradients.get(name, 0) for segment in flow.kept for name in _units(flow, segment, stage)}
+        most = (0, 0)  # at the end of the step
+        for action, moment in _moments_of(plan, flow, stage, horizon):
+            # While a backward makes gradients it frees activations, so that its ends are its fullest moments.
+            most = max(most, (used_bytes(moment, flow), sum(missing.values())), key=lambda each: each[0] - each[1])
+            if action.kind in ("B", "W"):
+                for name in _units(flow, SegmentId(stage, action.segment), stage):
+                    missing.pop(name, None)
+        found.append(most)
+    return tuple(found)
+
+
+def _units(flow: Flow, segment: SegmentId, stage: int) -> set[str]:
+    return {call.name for call in flow.kept[segment]} if segment.stage == stage else set()
 
 
 def _counted(stage: int, places: Iterable[tuple[int, int]]) -> Mapping[SegmentId, int]:

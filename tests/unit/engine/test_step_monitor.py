@@ -1,5 +1,7 @@
 """Counts of a rank by a clock that the test sets."""
 
+from types import SimpleNamespace
+
 import torch
 
 from smp_strategy.engine.model_calls.model_calls import ModelCall
@@ -8,8 +10,8 @@ from smp_strategy.engine.step_monitor import StepMonitor, num_tokens
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.work import Effort, Efforts
 from smp_strategy.pipeline.job import StepRun
-from smp_strategy.pipeline.recording import Recording, Span
-from smp_strategy.pipeline.schedule import Action
+from smp_strategy.pipeline.recording import Recorded, Recording, Span
+from smp_strategy.pipeline.schedule import Action, Plan
 
 STAGE_OF = {"a": 0, "b": 0, "c": 1}
 
@@ -75,6 +77,21 @@ def test_operations_follow_the_number_of_samples():
     monitor.begin_step(2, [torch.zeros(1, 3)], (1,))
     monitor.end_step(run(flops=10), Recording((), 0.0))
     assert monitor.take(gathered=0.0).flops == 30 / 2 * 4 + 30 / 2
+
+
+def test_a_step_is_traced_once_and_a_warning_names_one_that_cannot_be(tmp_path):
+    told, saved = [], []
+    monitor = StepMonitor(trace_steps=[2, 3], tell=told.append)
+    monitor.trace_folder = tmp_path
+    timeline = SimpleNamespace(save=saved.append)
+    recorded = [Recorded(number, Plan(((),), ((),)), Recording((), 0.0)) for number in range(3)]
+    for number, latest in ((1, recorded[1]), (2, recorded[2]), (3, recorded[2]), (4, recorded[2])):
+        monitor.begin_step(number, [torch.zeros(2, 3)], (2,))
+        for _ in range(2):  # an evaluation may follow
+            monitor.save_trace(latest, lambda: timeline)
+    assert saved == [tmp_path / "step-2.json"]
+    assert len(told) == 1
+    assert "Training step 3, which is in `trace_steps`, has no trace, because it ran without a timetable" in told[0]
 
 
 def test_the_cause_is_the_first_unit_in_forward():

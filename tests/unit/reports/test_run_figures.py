@@ -2,7 +2,7 @@
 
 import pytest
 
-from smp_strategy.planning.layouts.cluster import peak_flops
+from smp_strategy.planning.layouts.cluster import device_named
 from smp_strategy.reports.run_figures import RankFigures, combine
 
 GIB = 2**30
@@ -63,4 +63,5 @@ def test_without_a_step_there_are_no_figures():
     ],
 )
 def test_the_peak_is_that_of_the_data_sheet(name, peak):
-    assert peak_flops(name) == peak
+    found = device_named(name)
+    assert (found and found.peak_flops) == peak
