@@ -19,10 +19,13 @@ and then (``connectFullMesh failed``). So ranks meet first. Doors that let torch
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Final, TypeVar, final
+from ipaddress import ip_address
+from typing import Any, Final, TypeVar, final
 
 import torch.distributed as dist
 
@@ -37,6 +40,8 @@ SILENCE_SECONDS: Final = 60.0
 _PAUSES: Final = (0.01, 0.25)
 # Time for the others to read why the run ends.
 _FAREWELL_SECONDS: Final = 2.0
+# Connections that wait to be accepted, as in torch: all ranks come at once.
+_BACKLOG: Final = 2048
 _ARRIVALS: Final = "smp_strategy/arrivals"
 _SCHEME: Final = "smp-meeting"
 _LOG: Final = logging.getLogger("smp_strategy")
@@ -85,9 +90,10 @@ class FirstMeeting:
         is_master = self._rank == 0 and not has_server
 
         def connect() -> dist.Store:
-            return dist.TCPStore(
-                host, port, None, is_master, timeout=self._timeout, wait_for_workers=False, multi_tenant=True
-            )
+            options: dict[str, Any] = {"timeout": self._timeout, "wait_for_workers": False, "multi_tenant": True}
+            if is_master and (listener := _listener(host, port)) is not None:
+                options["master_listen_fd"] = listener
+            return dist.TCPStore(host, port, None, is_master, **options)
 
         everything = self._wait(StoreCall(connect), lambda: [] if has_server else [0])
         number = self._numbered(everything)
@@ -210,6 +216,21 @@ def _rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout) -> Itera
 
 
 dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+def _listener(host: str, port: int) -> int | None:
+    """Socket for the store that listens at ``host`` only; ``None``: torch makes one, which listens at all addresses.
+
+    It is left to torch where other machines may know this one by another address: a name with several, or one that
+    this machine has given to itself (127.0.1.1 of Debian), or an address that is translated on the way.
+    """
+    with suppress(OSError):  # an unknown name, an address of another machine, or torch serves this port already
+        found = socket.getaddrinfo(host, port, socket.AF_INET if host == "localhost" else 0, socket.SOCK_STREAM)
+        addresses = {(family, address[0]) for family, _, _, _, address in found}
+        (family, address), *others = addresses
+        if not others and (host in (address, "localhost") or not ip_address(address).is_loopback):
+            return socket.create_server((str(address), port), family=family, backlog=_BACKLOG).detach()
+    return None
 
 
 def _is_served() -> bool:

@@ -122,7 +122,7 @@ class UnpredictableCalls:
         self._exchange(self._program_trace.place(Event("read", "description", (message,), ()), is_whole=False), [note])
         if prediction is None:
             assert note.origin is not None
-            prediction = decode(note.origin[1])
+            prediction = decode(note.origin[1], call.name, why)
         refuse_changed_plain(call, prediction)
         values = [self._program_trace.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
         self._program_trace.complete(position, values, prediction)
@@ -170,9 +170,25 @@ def encode(name: str, prediction: Prediction) -> Tensor:
     return torch.frombuffer(padded, dtype=torch.uint8)
 
 
-def decode(message: Tensor) -> Prediction:
-    """Inverse of :func:`encode`, for messages of another stage of this run."""
-    skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
+def decode(message: Tensor, name: str, why: Unpredictable) -> Prediction:
+    """Inverse of :func:`encode`, for messages of another stage of this run.
+
+    Args:
+        message: Description that the stage of the call has sent.
+        name: Name of the call.
+        why: Reason why this stage cannot predict its result.
+
+    Raises:
+        UnsupportedError: the stage of the call has sent something else.
+    """
+    try:
+        skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
+    except Exception as error:
+        raise UnsupportedError(
+            f"What `{name}` returns cannot be predicted on this rank ({why.reason}), but the rank that runs it has "
+            "predicted it, and so has sent no description. If that is an error of this rank alone, repair it; else "
+            "the ranks run different code."
+        ) from error
     _, structure = flatten_result(skeleton)
     return Prediction(outputs=outputs, structure=structure, changed=changed, aliases=aliases, random=True)
 

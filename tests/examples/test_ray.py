@@ -1,6 +1,7 @@
 """Ray Train starts the ranks, where Ray is installed (``pip install '.[ray]'``)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,21 @@ import torch
 
 pytest.importorskip("ray.train")
 
+# Workers would wait for all other processes of a busy machine, longer than Ray waits for them.
+PATIENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
+}
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "ray_train.py"
 
 
 def trained(storage: Path, *arguments: str) -> tuple[dict[str, float], str]:
     """The last report of a run, and what it has printed."""
     command = [sys.executable, str(SCRIPT), "--storage", str(storage), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        command, env={**os.environ, **PATIENT}, capture_output=True, text=True, check=False, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

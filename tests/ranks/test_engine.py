@@ -1,9 +1,11 @@
 """Odds and ends of steps: empty batches, evaluation in between, clipping without gradients."""
 
+import ctypes
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -175,6 +177,38 @@ def run_with_a_stuck_rank(read_alone: bool) -> float:
 @pytest.mark.parametrize("read_alone", [False, True])
 def test_no_wait_for_another_rank_outlasts_the_timeout(read_alone):
     assert max(run_ranks(run_with_a_stuck_rank, 2, read_alone)) < 10
+
+
+class OutsideError(Exception):
+    """Raised by another thread in whatever code is running."""
+
+
+class Struck(nn.Linear):
+    """Is interrupted on rank 0 at its first call, which is one of a dry run."""
+
+    struck: ClassVar[set[int]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0 and not Struck.struck:
+            Struck.struck.add(1)
+            thread = ctypes.c_ulong(threading.get_ident())
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(OutsideError))
+        return super().forward(x)
+
+
+def run_interrupted() -> str:
+    model = nn.Sequential(*(Struck(4, 4) for _ in range(4)))
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+    try:
+        engine.train_step(lambda x: model(x).square().mean(), torch.ones(4, 4), loss_of=lambda loss: loss)
+    except OutsideError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_error_that_another_thread_raises_in_a_dry_run_ends_the_run_with_its_name():
+    assert run_ranks(run_interrupted, 2) == ["OutsideError"] * 2
 
 
 def check_options_with_the_degree_that_is_chosen(options: dict[str, Any]) -> str:

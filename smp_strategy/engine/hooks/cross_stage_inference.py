@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.model.ownership import home_of
-from smp_strategy.model.trace.fake_call import draws
+from smp_strategy.model.trace.fake_call import draws, fails_again
 from smp_strategy.model.trace.pytree import unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
@@ -73,12 +73,17 @@ class CrossStageInference:
                 return leaf
             return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)
 
-        try:
+        def run() -> tuple[list[Any], list[Any], Any, bool]:
             with self._mode, torch.no_grad(), _Draws() as watched:
                 fakes = [imitate(leaf) for leaf in given]
                 args, kwargs = unflatten_call(fakes, structure)
-                results, form = pytree.tree_flatten(func(*args, **kwargs))
-        except Exception:  # operations that need values may raise anything
+                return fakes, *pytree.tree_flatten(func(*args, **kwargs)), watched.any
+
+        try:
+            fakes, results, form, is_random = run()
+        except Exception as error:  # operations that need values may raise anything
+            if not fails_again(run, error):
+                raise
             return None
         numbers = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, Tensor)}
 
@@ -87,7 +92,7 @@ class CrossStageInference:
                 return Argument(numbers[id(leaf)])
             return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
-        return InferredResult(tuple(told(leaf) for leaf in results), form, watched.any)
+        return InferredResult(tuple(told(leaf) for leaf in results), form, is_random)
 
 
 @final

@@ -27,6 +27,7 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
 
 __all__ = [
     "call",
+    "fails_again",
     "frozen_rng",
     "imitate",
     "is_left_behind",
@@ -123,6 +124,24 @@ def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -
         return callee.function(*args, **kwargs)
     shim = _Shim(callee.module, watched(callee.function))
     return torch.func.functional_call(shim, {f"unit.{name}": t for name, t in stand_ins.items()}, args, kwargs)
+
+
+def fails_again(run: Callable[[], object], error: Exception) -> bool:
+    """Whether ``error`` of the dry run ``run`` is one of its code; another dry run finds that out.
+
+    A dry run depends on metadata alone, so an error of its code comes again, and on every rank. What a signal handler
+    or another thread raises in the running code (``PyThreadState_SetAsyncExc``) and a lack of memory are errors of one
+    rank. If this rank took them for a property of the code, it would wait for messages that no other rank sends.
+    """
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return True
+    if isinstance(error, MemoryError):
+        return False
+    try:
+        run()
+    except Exception as again:
+        return type(again) is type(error)
+    return False
 
 
 class _Shim(nn.Module):

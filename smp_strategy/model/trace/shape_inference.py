@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, final
 
@@ -29,6 +30,7 @@ from smp_strategy.model.trace.fake_call import (
     Meter,
     SharedTableError,
     call,
+    fails_again,
     frozen_rng,
     imitate,
     specs_inside,
@@ -184,24 +186,33 @@ class ShapeInference:
         self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
     ) -> Prediction | Unpredictable:
         lent = Snapshot(containers=containers_of_objects(specs) if survey else ())
+        run = partial(self._dry_run, callee, specs, structure, survey)
+        run_lent = partial(run, lends=survey is not None)
         try:
-            return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
+            return run_lent()
         except SharedTableError as error:
             lent.restore()
             return self._with_own_tables(error, callee, specs, structure, survey)
         except SMPError:
             raise
         except Exception as error:
-            # Any error counts: if it is a mistake in the user's code, the real run will raise it.
+            lent.restore()
+            # Any error of the code counts: if it is a mistake of the user, the real run will raise it.
+            if not fails_again(run_lent, error):
+                raise
             unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
         lent.restore()
-        try:
-            first, *others = (self._dry_run(callee, specs, structure, survey, assumed) for assumed in ASSUMPTIONS)
-        except SMPError:
-            raise
-        except Exception:
-            return unpredictable
-        return first if all(map(first.agrees, others)) else unpredictable
+        found = list[Prediction]()
+        for run_assumed in (partial(run, assumed) for assumed in ASSUMPTIONS):
+            try:
+                found.append(run_assumed())
+            except SMPError:
+                raise
+            except Exception as error:
+                if not fails_again(run_assumed, error):
+                    raise
+                return unpredictable
+        return found[0] if all(map(found[0].agrees, found)) else unpredictable
 
     def _with_own_tables(
         self,

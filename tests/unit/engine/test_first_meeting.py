@@ -1,7 +1,10 @@
 """Ranks that meet before their process group exists; here they are threads."""
 
+import socket
+import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -10,6 +13,8 @@ from smp_strategy.engine import first_meeting
 from smp_strategy.engine.first_meeting import FirstMeeting, init_method
 from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import free_port
+
+EVERYWHERE = {"0.0.0.0", "::"}
 
 
 def meet(settings, *, timeout=30.0, counts=None, lost=str, port=None):
@@ -98,3 +103,44 @@ def test_torch_connects_ranks_by_a_store_without_what_earlier_attempts_have_writ
         assert (rank, num_ranks) == (0, 1)
         assert not store.check(["address"])
         store.set("address", "of a process that will have gone")
+
+
+def listening(port):
+    """Addresses at which this machine listens at ``port``."""
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            (address, number), state = line.split()[1].split(":"), line.split()[3]
+            if state == "0A" and int(number, 16) == port:
+                words = bytes.fromhex(address)
+                packed = b"".join(words[begin : begin + 4][::-1] for begin in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, packed))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc/net")
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("127.0.0.1", None, {"127.0.0.1"}),
+        ("127.0.0.2", None, {"127.0.0.2"}),
+        ("localhost", None, {"127.0.0.1"}),
+        # Other machines may know this one by another address.
+        ("a-name-of-Debian", ["127.0.1.1"], EVERYWHERE),
+        ("with-two-addresses", ["127.0.0.1", "127.0.0.2"], EVERYWHERE),
+        ("with-an-address-that-is-translated", ["203.0.113.7"], EVERYWHERE),
+    ],
+)
+def test_the_store_listens_at_the_address_of_the_job_only(host, addresses, expected, monkeypatch):
+    port, resolve, store_class = free_port(), socket.getaddrinfo, dist.TCPStore
+    if addresses:
+        resolved = [each for address in addresses for each in resolve(address, port, type=socket.SOCK_STREAM)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: resolved)
+        # torch, which resolves names by itself, does not know this one.
+        monkeypatch.setattr(dist, "TCPStore", lambda _, *given, **more: store_class("127.0.0.1", *given, **more))
+    first, again = (FirstMeeting((host, port), 0, 1).compare({}) for _ in range(2))
+    found = listening(port)
+    assert found
+    assert found <= expected
+    first.set("key", "value")
+    assert not again.check(["key"])

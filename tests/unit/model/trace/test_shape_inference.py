@@ -1,7 +1,10 @@
 """Predictions against what calls really return."""
 
+import ctypes
 import os
 import random
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -305,3 +308,61 @@ def test_a_dry_run_leaves_no_marks_on_a_unit():
 def test_a_spec_reads_well():
     assert str(TensorSpec.of(real(2, 3))) == "float32[2, 3] with gradient"
     assert TensorSpec.of(real(2, 3)).nbytes == 24
+
+
+class OutsideError(Exception):
+    """Raised in whatever code is running."""
+
+
+def interrupt() -> None:
+    thread = ctypes.c_ulong(threading.get_ident())
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(OutsideError))
+
+
+def handle(*_: Any) -> None:
+    raise OutsideError
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("reads_value", [False, True], ids=["at once", "under an assumed value"])
+@pytest.mark.parametrize(
+    ("strike", "error"),
+    [
+        (interrupt, OutsideError),
+        (lambda: signal.raise_signal(signal.SIGUSR1), OutsideError),
+        (run_out_of_memory, MemoryError),
+    ],
+    ids=["another thread", "a signal handler", "no memory"],
+)
+def test_an_error_from_outside_of_the_code_is_no_property_of_it(strike, error, reads_value, capfd):
+    before = signal.signal(signal.SIGUSR1, handle)
+
+    def double(x: Tensor) -> Tensor:
+        os.write(1, b".")
+        number = len(x) if not reads_value else int(x.sum())
+        if len(capfd.readouterr().out) == 1 and not is_over:
+            is_over.append(True)
+            strike()
+            sum(range(10))
+        return x * number
+
+    is_over: list[bool] = []
+    shape_inference = ShapeInference(CPU)
+    try:
+        with pytest.raises(error):
+            predict(double, real(2, 4), shape_inference=shape_inference)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert predict(double, real(2, 4), shape_inference=shape_inference).outputs[0].spec.size == (2, 4)
+
+
+def test_an_error_that_comes_again_is_a_property_of_the_code():
+    def convert(x: Tensor) -> Any:
+        return x.detach().numpy()
+
+    found = predict(convert, real(2, 4))
+    assert isinstance(found, Unpredictable)
+    assert "numpy" in found.reason
