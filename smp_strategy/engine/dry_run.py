@@ -111,9 +111,14 @@ def dry_run(
                 return _survey(step, microbatch, loss_of, inputs, computes=computes)
         except ValueNeededError as error:
             if not has_values:
+                hint = (
+                    " If the step is wrong there, repair it or its example of a batch."
+                    if "Error:" in str(error)
+                    else ""
+                )
                 raise UnsupportedError(
                     f"The step looks at a value (`{error}`), but the module is on the meta device and has none. Put "
-                    "the module on the CPU, or plan with `skip_tracing=True`."
+                    f"the module on the CPU, or plan with `skip_tracing=True`.{hint}"
                 ) from None
             # Next attempt: compute. Every rank still has the full module.
             continue

@@ -14,7 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -70,7 +70,7 @@ class Engine:
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: device of this rank.
         timeout: longest wait for another rank; ``None``: that of the backend.
-        chose_microbatches: whether it is the door that has set ``microbatches``.
+        defaults: names of options that the door has set, and not the user.
 
     Attributes:
         config, timeout, device: as given; the device is that of this rank.
@@ -91,12 +91,12 @@ class Engine:
         report: Callable[[str], None] = lambda text: None,
         device: torch.device | None = None,
         timeout: timedelta | None = None,
-        chose_microbatches: bool = False,
+        defaults: Collection[str] = (),
     ) -> None:
         self.config, self.timeout = profiled(config), timeout
         self.device = chosen(device)
         self._parts = EngineParts(self.config, self.device, timeout, report)
-        self._parts.chose_microbatches |= chose_microbatches
+        self._parts.chosen |= set(defaults)
         self._calls, self.ledger = self._parts.calls, self._parts.ledger
         self.saved = SavedState(self._parts)
         self.inspection = Inspection(self._parts)

@@ -30,11 +30,16 @@ from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
-__all__ = ["EngineParts"]
+__all__ = ["EngineParts", "unset"]
 
 # On an accelerator reading values waits for all work: only the first steps of a kind and some later ones compare them.
 _FIRST: Final = 8
 _EVERY: Final = 64
+
+
+def unset(config: SMPConfig) -> set[str]:
+    """Names of the options that the library chooses because ``config`` does not."""
+    return {name for name in ("microbatches", "pipeline_parallel_degree") if getattr(config, name) is None}
 
 
 @final
@@ -66,7 +71,7 @@ class EngineParts:
         seed, num_steps, num_evaluations: where random streams are.
         num_samples: samples in the latest training step of this replica.
         has_counted: whether the first training step has been reported on.
-        chose_microbatches: whether the number of microbatches follows from nothing that the user has given.
+        chosen: names of options that the user has left to the library: ``microbatches``, ``pipeline_parallel_degree``.
         has_described: whether the report of the first training step has been made.
         has_told_of_comparison: whether the user has been told of a loss that compares samples.
         loss_weighting: decides in which steps terms of the loss get weights.
@@ -97,7 +102,7 @@ class EngineParts:
         self.gradients_are_seen = False
         self.seed = self.num_steps = self.num_evaluations = self.num_samples = 0
         self.has_counted = self.has_told_of_comparison = self.has_described = False
-        self.chose_microbatches = config.microbatches is None
+        self.chosen = unset(config)
         self._num_compared: Counter[str] = Counter()
         self.loss_weighting = LossWeighting(report, is_on=config.loss_weighting == "auto")
 

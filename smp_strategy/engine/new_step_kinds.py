@@ -61,7 +61,7 @@ class FirstStep(NamedTuple):
         Returns:
             The step with its whole batch, if that is what runs from now on. Collective, if it may be.
         """
-        is_free = parts.chose_microbatches and self.cut is not None
+        is_free = "microbatches" in parts.chosen and self.cut is not None
         if is_free:
             operation = collectives.gather_objects(operation, "a look at the loss")[0]
         if operation and not parts.has_told_of_comparison:

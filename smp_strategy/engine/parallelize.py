@@ -272,7 +272,7 @@ def _why_stages(parts: EngineParts, first: FirstStep, found: DryRun) -> str:
     """Why ranks are stages, if nobody has given degrees; otherwise empty."""
     shape, config, layout = parts.mesh.shape, parts.config, parts.layout
     assert layout.partition is not None
-    is_free = config.pipeline_parallel_degree is None and config.smp_report != "quiet" and first.kind == "train"
+    is_free = "pipeline_parallel_degree" in parts.chosen and config.smp_report != "quiet"
     if not is_free or shape.pp == 1 or found.trace is None:
         return ""
     limits = [stage.memory_limit for stage in layout.partition.stages if stage.memory_limit is not None]

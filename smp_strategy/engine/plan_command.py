@@ -5,6 +5,7 @@ process group, and there are no weights.
 """
 
 import importlib
+import inspect
 import json
 import sys
 from argparse import Namespace
@@ -33,6 +34,7 @@ PRECISIONS = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "float32": {}}
 def run(given: Namespace) -> int:
     """Print the plan, write the files that are asked for; returns the exit status: 1 if nothing fits."""
     cluster = Cluster.read(given.cluster)
+    layout = None if given.command == "plan" else _layout(given, cluster)  # before a model is built
     model = load_model(given.model, given.sequence)
     planner = LayoutPlanner(
         module=model.module,
@@ -42,10 +44,7 @@ def run(given: Namespace) -> int:
         options=PRECISIONS[given.precision],
         memory_limit=given.memory_limit,
     )
-    if given.command == "plan":
-        plan = planner.search(given.global_batch, finalists=given.show)
-    else:
-        plan = planner.estimate(_layout(given, cluster))
+    plan = planner.search(given.global_batch, finalists=given.show) if layout is None else planner.estimate(layout)
     best = plan.estimates[0]
     print(json.dumps(plan_as_data(plan), indent=2) if given.json else layouts_text(plan, sequence=model.sequence))
     if given.hydra is not None:
@@ -144,11 +143,24 @@ def load_model(text: str, sequence: int | None) -> PlannedModel:
     if isinstance(made, nn.Module) and hasattr(made, "main_input_name"):
         return _of_transformers(made, sequence)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
-        return PlannedModel(*made, sequence)
+        module, step, batch_of = made
+        return PlannedModel(module, lambda batch: _checked(step(batch), text), batch_of, sequence)
     raise ConfigError(
         f"`{text}` returned a {type(made).__qualname__}. Return a model of Hugging Face, or a tuple of a module, its "
         "step, which returns the loss of a microbatch, and a function that makes a microbatch of n samples."
     )
+
+
+def _checked(loss: Any, text: str) -> torch.Tensor:
+    """``loss``, which the step of the model ``text`` has returned.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__qualname__}"
+    raise ConfigError(f"The step of `{text}` returned {what}. Let it return the loss, a tensor with one element.")
 
 
 def _from_config(path: Path) -> nn.Module:
@@ -188,12 +200,21 @@ def _called(text: str) -> Any:
 
 
 def _of_transformers(model: Any, sequence: int | None) -> PlannedModel:
-    """Step and batch of a model of Hugging Face by its main input: tokens or images."""
+    """Step and batch of a model of Hugging Face by its main input: tokens or images.
+
+    Raises:
+        ConfigError: It has no loss of its own, or takes another input.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"{type(model).__name__} has no loss of its own. Name a class with a head in `architectures` of its "
+            "config.json, or give `module:function` with a step."
+        )
+    if getattr(model.config, "is_encoder_decoder", False) and not hasattr(model.config, "decoder_start_token_id"):
+        model.config.decoder_start_token_id = 0  # of which no cost depends
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**batch).loss
-        if loss is None:
-            raise ConfigError(f"{type(model).__name__} has no loss of its own. Give `module:function` with a step.")
+        loss: torch.Tensor = model(**batch).loss
         return loss
 
     if model.main_input_name == "pixel_values":

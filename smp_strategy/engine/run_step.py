@@ -80,7 +80,7 @@ def cut(
     try:
         return split(batch, wanted, source)
     except UnsupportedError as error:
-        if wanted == 1 or not parts.chose_microbatches:
+        if wanted == 1 or "microbatches" not in parts.chosen:
             raise
         whole = split(batch, 1, source)  # refused as well, if the number of microbatches is not what is wrong
         parts.report(note_on_whole_batches(error))

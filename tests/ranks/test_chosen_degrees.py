@@ -13,13 +13,17 @@ from smp_strategy.testing import run_ranks
 MIB = 2**20
 
 
-def told(width, samples, **options):
-    """Reports about the choice of stages, in the first training step."""
+def told(width, samples, begins="train", **options):
+    """Reports about the choice of stages, in the first steps."""
     module, reports = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4))), []
     optimizer = torch.optim.AdamW(module.parameters())
     engine = Engine(SMPConfig(**options), report=reports.append)
     engine.attach(module, [optimizer])
     batch = torch.randn(samples, width)
+    if begins == "validation":
+        engine.eval_step(lambda x: module(x).square().mean(), batch, kind="validation")
+    if begins == "manual":  # as with a loss outside of the model
+        engine.manual_step(module, batch)
     engine.train_step(lambda x: module(x).square().mean(), batch, loss_of=lambda loss: loss)
     engine.detach()
     return [text for text in reports if text.startswith("Why ")]
@@ -52,6 +56,11 @@ def test_replicas_that_are_faster_are_named_with_their_options(num_ranks, stages
     assert report.startswith(f"Why {stages} stages: ")
     words = f"Faster for the same samples: {num_ranks} replicas with batches of {samples} samples each"
     assert f"{words} (`pipeline_parallel_degree=1`), about " in report
+
+
+@pytest.mark.parametrize("begins", ["validation", "manual"])
+def test_the_reason_is_told_once_whatever_step_comes_first(begins):
+    assert same(2, 64, 16, begins=begins).startswith("Why 2 stages: ")
 
 
 def test_a_model_that_no_rank_can_hold_is_a_reason():

@@ -23,6 +23,7 @@ from smp_strategy.engine.async_saves import AsyncSaves
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.engine_parts import unset
 from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.main_process_calls import MainProcessCalls
 from smp_strategy.engine.model_calls.model_calls import ModelCalls
@@ -93,7 +94,7 @@ class Session:
 
     def __init__(self, config: SMPConfig, device: torch.device, *, timeout: timedelta | None = None) -> None:
         self.config = _with_degree(config, dist.get_world_size())
-        self._chose_microbatches = config.microbatches is None
+        self._chosen = unset(config)
         self.device = device
         self.rank = dist.get_rank()
         assert self.config.pipeline_parallel_degree is not None
@@ -145,7 +146,7 @@ class Session:
             report=self._report,
             device=self.device,
             timeout=self.timeout,
-            chose_microbatches=self._chose_microbatches,
+            defaults=self._chosen,
         )
         return self._engine
 

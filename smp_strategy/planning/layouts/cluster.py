@@ -115,7 +115,10 @@ class Cluster:
             count, nodes = int(match[2]), match[1]
             each = count if nodes else min(count, device.per_node)
             if not each or count % each:
-                raise ConfigError(f"`cluster` ({text}): {count} devices do not fill nodes of {each}.")
+                raise ConfigError(
+                    f"`cluster` ({text}): {count} devices do not fill nodes of {each}. Take a "
+                    "multiple of them, or say how many each of the nodes has, as in 4x8xa100."
+                )
             return cls(nodes=int(nodes or count // each), devices_per_node=each, device=device, name=match[3])
         path = Path(text)
         if not path.is_file():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from transformers import GPT2Config, ViTConfig
+from transformers import GPT2Config, T5Config, ViTConfig
 
 from smp_strategy.cli import main
 from smp_strategy.config.config import SMPConfig
@@ -27,6 +27,16 @@ def gpt(tmp_path):
 def own_model():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return model, lambda x: model(x).square().mean(), lambda count: torch.zeros(count, 8)
+
+
+def without_loss():
+    model, _, batch_of = own_model()
+    return model, model, batch_of
+
+
+def with_odd_batch():
+    model, step, _ = own_model()
+    return model, step, lambda count: torch.zeros(count, 7)
 
 
 def test_a_plan_says_what_is_fastest_and_writes_what_runs_it(gpt, tmp_path, capsys):
@@ -63,6 +73,21 @@ def test_images_and_a_function_of_the_user(tmp_path, capsys):
         assert "samples/s" in capsys.readouterr().out
 
 
+def test_encoder_and_decoder_without_a_token_to_start_with(tmp_path, capsys):
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    config = T5Config(**sizes, architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path / "t5")
+    assert main(["plan", str(tmp_path / "t5"), *JOB, "--sequence", "8"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_model_without_a_head_has_no_loss(tmp_path, capsys):
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=64, architectures=["GPT2Model"])
+    config.save_pretrained(tmp_path / "headless")
+    assert main(["plan", str(tmp_path / "headless"), *JOB]) == 2
+    assert "GPT2Model has no loss of its own. Name a class with a head" in capsys.readouterr().err
+
+
 def test_nothing_fits(gpt, capsys):
     assert main(["plan", gpt, *JOB, "--memory-limit", "1KiB"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
@@ -90,6 +115,8 @@ def test_mistakes(gpt, changes, message, capsys):
         ("no_such_module:make", "cannot be imported"),
         (f"{__name__}:nothing", "cannot be imported"),
         ("builtins:dict", "returned a dict"),
+        (f"{__name__}:without_loss", "returned a tensor of shape [2, 8]. Let it return the loss"),
+        (f"{__name__}:with_odd_batch", "If the step is wrong there, repair it or its example of a batch."),
     ],
 )
 def test_models_that_are_none(model, message, capsys):
