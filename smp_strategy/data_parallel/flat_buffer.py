@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_gradients import FlatGradients
 from smp_strategy.data_parallel.flat_layout import FlatLayout
-from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient, elements, view
+from smp_strategy.data_parallel.parameter_pieces import RestingGuard, ShardedGradient, elements, lost_writes, view
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.handle import Handle, wait_for
 from smp_strategy.model.guarded_tensors import guard_of, placeholder, untracked, unwatch, watch
@@ -113,6 +113,8 @@ class FlatBuffer:
         for number in (number for number, each in enumerate(parameters) if each.untyped_storage().nbytes()):
             self._put(number, parameters[number])
         self._state = ParameterState.RESTING
+        # Versions of the gathered parameters.
+        self._versions: list[int] = []
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None
         # Gradients that parameters had while they rested, which are shown in another form now.
@@ -153,6 +155,7 @@ class FlatBuffer:
             self._arriving = None
             self._refreshing = []
             self._show(self._views, ParameterState.GATHERED)
+            self._versions = [each._version for each in self.parameters]
 
     def free(self) -> None:
         """Free the values of other ranks; those of small parameters stay."""
@@ -302,6 +305,7 @@ class FlatBuffer:
             self._full.untyped_storage().resize_(0)
 
     def _show(self, tensors: Sequence[Tensor], state: ParameterState) -> None:
+        self._refuse_written()
         self._state = state
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             if guard_of(parameter) is self._guard:
@@ -309,11 +313,30 @@ class FlatBuffer:
             parameter.data = tensor
 
     def _hide(self) -> None:
+        self._refuse_written()
         self._state = ParameterState.RESTING
         for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
             if guard_of(parameter) is not self._guard:
                 watch(parameter, self._guard)
             parameter.data = tensor
+
+    def _refuse_written(self) -> None:
+        """Before gathered values are given up: refuse that code of a unit has written to them.
+
+        Raises:
+            UnsupportedError: it has, and the shards do not have what it has written.
+        """
+        if self._state is not ParameterState.GATHERED:
+            return
+        states = zip(self.parameters, self._versions, self._views, self.layout.slots, strict=True)
+        names = [
+            slot.entry.names[0]
+            for parameter, version, values, slot in states
+            if parameter._version != version or parameter.data_ptr() != values.data_ptr()
+        ]
+        if names:
+            self._versions = [each._version for each in self.parameters]  # the error is raised once
+            raise lost_writes(names)
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
         return [own[piece.in_shard] for piece in self.own_pieces]

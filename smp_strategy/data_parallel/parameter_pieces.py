@@ -27,7 +27,7 @@ from smp_strategy.distributed.torch_private import disabled_torch_function
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import SIZES, Guard
 
-__all__ = ["RestingGuard", "ShardedGradient", "common_base", "elements", "view"]
+__all__ = ["RestingGuard", "ShardedGradient", "common_base", "elements", "lost_writes", "view"]
 
 
 # [Note: resting parameters]
@@ -99,6 +99,17 @@ class RestingGuard(Guard):
             f"{words.in_hook}, where weights are whole; to save the model, call {words.save_model} on all ranks; to "
             'have the whole model after a run, set `restore_module="all"`.'
         )
+
+
+def lost_writes(names: Sequence[str]) -> UnsupportedError:
+    """Error for units that write to their sharded parameters ``names``."""
+    return UnsupportedError(
+        f"`{names[0]}`{f' and {len(names) - 1} more' * (len(names) > 1)} is written to by its own "
+        "layer as it computes, or by a hook on that, but its values are put together from shards for each use, "
+        "and what is written would be lost. Change it after the optimizer's step (in `on_train_batch_end`), "
+        "compute with a changed copy (`torch.nn.utils.parametrizations`), or train without "
+        "`sharded_data_parallel_degree`."
+    )
 
 
 # Elementwise operations without the tag `pointwise`.
@@ -182,7 +193,7 @@ def _refusal(operation: str, gradient: Tensor) -> UnsupportedError:
     words = door_words()
     return UnsupportedError(
         f"`{operation}` of a gradient of shape {list(gradient.shape)}, which is spread over ranks "
-        "(`sharded_data_parallel_degree`), needs all of it. Do it {words.in_hook}, where "
+        f"(`sharded_data_parallel_degree`), needs all of it. Do it {words.in_hook}, where "
         f"gradients are whole; to clip by the norm, use {words.clip}."
     )
 

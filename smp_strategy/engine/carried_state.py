@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 from torch.nn.modules.batchnorm import _NormBase
 
-from smp_strategy.engine.dry_run import DryRunInput, undone
+from smp_strategy.engine.dry_run import DryRunInput, rescaled_tables, undone
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.isolation.rehearsal import EndlessError, Rehearsal
@@ -88,7 +88,7 @@ class Rehearsals:
             try:
                 ordered = self._rehearse(truth)
                 self.inputs.calls.known_places.rehearsed.update(ordered.left)
-                if written := (*self._written_weights(), *ordered.statistics):
+                if written := (*self._written_weights(), *self._rewritten_weights(), *ordered.statistics):
                     # They are not private to a microbatch: each must find those of the one before it.
                     return written
                 return self._carried(truth, ordered) if ordered.left else None
@@ -115,6 +115,15 @@ class Rehearsals:
         """Names of the weights that code above the units has written to in the last rehearsal."""
         written = self.inputs.calls.written_lately
         return tuple(name for name, parameter in self.inputs.module.named_parameters() if id(parameter) in written)
+
+    def _rewritten_weights(self) -> tuple[str, ...]:
+        """Names of the weights that their own units write to, which backwards of earlier microbatches may need.
+
+        Those of rescaled tables do not.
+        """
+        rescaled = {id(table) for table in rescaled_tables(self.inputs.units)}
+        names = self.inputs.shape_inference.rewritten
+        return tuple(n for n, p in self.inputs.module.named_parameters() if n in names and id(p) not in rescaled)
 
     def _rehearse(self, truth: bool, stage: int | None = None) -> _RehearsalOutcome:
         """Rehearse once, in the turns of ``stage``; ``None``: one microbatch after the other."""

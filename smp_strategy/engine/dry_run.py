@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.distributed.door_words import door_words
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.engine.written_weights import WrittenWeights
 from smp_strategy.errors import UnsupportedError
@@ -38,6 +37,7 @@ from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.shared_tensors.glue_parameters import GlueUses
 from smp_strategy.pipeline.shared_tensors.kept_tensors import refuse_kept
+from smp_strategy.pipeline.shared_tensors.weight_operations import trained_weights_written
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.surveys import survey
 from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
@@ -328,11 +328,7 @@ def _untouched(inputs: DryRunInput, computes: bool) -> Iterator[None]:
     calls.written_lately = written.kept
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:
-        raise UnsupportedError(
-            f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
-            "that own them, but the optimizer trains them, and a rank may have a part of them only. Change them after "
-            f"the update: {door_words().in_hook}."
-        )
+        raise trained_weights_written(names)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from smp_strategy.data_parallel.parameter_pieces import lost_writes
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.door_words import door_words
 from smp_strategy.engine.carried_state import Rehearsals
 from smp_strategy.engine.dry_run import DryRunInput, look_for_exposed, rescaled_tables
 from smp_strategy.engine.engine_parts import EngineParts
@@ -20,11 +22,22 @@ from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.microbatch_notes import note_on_comparison
 from smp_strategy.engine.startup_report import render_order
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
+from smp_strategy.pipeline.shared_tensors.weight_operations import WeightOperations
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 
-__all__ = ["FirstStep", "look", "needs_look", "refuse_new_hooks", "refuse_rescaled", "refuse_rewritten", "rehearse"]
+__all__ = [
+    "FirstStep",
+    "look",
+    "needs_look",
+    "on_weights",
+    "refuse_new_hooks",
+    "refuse_rescaled",
+    "refuse_rewritten",
+    "rehearse",
+]
 
 
 class FirstStep(NamedTuple):
@@ -174,13 +187,7 @@ def refuse_rewritten(parts: EngineParts) -> None:
     """
     rewritten = sorted(parts.layout.shape_inference.rewritten)
     if rewritten and parts.mesh.shard_group is not None:
-        raise UnsupportedError(
-            f"`{rewritten[0]}`{f' and {len(rewritten) - 1} more' * (len(rewritten) > 1)} is written to by its own "
-            "layer as it computes, or by a hook on that, but its values are put together from shards for each use, "
-            "and what is written would be lost. Change it after the optimizer's step (in `on_train_batch_end`), "
-            "compute with a changed copy (`torch.nn.utils.parametrizations`), or train without "
-            "`sharded_data_parallel_degree`."
-        )
+        raise lost_writes(rewritten)
 
 
 def rehearse(parts: EngineParts, first: FirstStep) -> None:
@@ -211,3 +218,43 @@ def rehearse(parts: EngineParts, first: FirstStep) -> None:
     if found is not None:
         parts.layout.plans.carried[kind] = found
         parts.report(render_order(kind, found))
+
+
+def on_weights(parts: EngineParts, kind: str, step: Step, num_microbatches: int) -> Step:
+    """``step``, which may write to weights of units although no step of its kind has done so before.
+
+    Args:
+        parts: Parts of the engine, whose module is partitioned.
+        kind: Kind of step.
+        step: User's code for one microbatch.
+        num_microbatches: Number of microbatches of its batch.
+    """
+    tensors = {} if parts.local_model is None else parts.local_model.unit_tensors
+    if not tensors:
+        return step
+    runtime, plans = parts.calls.runtime, parts.layout.plans
+
+    def begin_use(program: MicrobatchInterpreter, name: str, writes: bool) -> None:
+        # In manual steps microbatches run one after the other from barrier to barrier anyway.
+        if kind in plans.carried or kind == "manual" or num_microbatches == 1:
+            return
+        # Until its first event a microbatch is alone on all stages, which can still leave the plan to run in order.
+        if not (program.microbatch or program.program_trace.events):
+            program.hands_on = True
+        if writes and program.program_trace.is_planned and not program.hands_on:
+            raise UnsupportedError(
+                f"The step writes to `{name}`, which no step ({kind}) has done before, when other microbatches may "
+                "have begun, but each must find what the one before it has written. Write before the first call of "
+                f"the model, or in all steps from the first one on, or set `microbatches=1`, or {door_words().in_hook}."
+            )
+        if writes:
+            plans.carried[kind] = (name,)
+            parts.report(render_order(kind, [name]))
+
+    def run(microbatch: Any) -> Any:
+        program = None if runtime is None else runtime.current.interpreter
+        assert isinstance(program, MicrobatchInterpreter)
+        with WeightOperations(program, tensors, begin_use) as program.weights:
+            return step(microbatch)
+
+    return run

@@ -25,7 +25,7 @@ from smp_strategy.engine.microbatch_notes import (
     notes_on_objects,
     told_of_microbatches,
 )
-from smp_strategy.engine.new_step_kinds import FirstStep
+from smp_strategy.engine.new_step_kinds import FirstStep, on_weights
 from smp_strategy.engine.profiling_run import end_if_profiled
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
@@ -163,6 +163,7 @@ def training_job(
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps)
     weights = [1.0] * len(sizes) if sums else [size / total for size in sizes]
     terms = None if sums else parts.loss_weighting.begin(kind, microbatches, sizes)
+    step = on_weights(parts, kind, step, len(sizes))
     return Job(step=step, seed=seed, loss_of=loss_of, weights=weights, loss_weights=terms)
 
 
@@ -186,6 +187,7 @@ def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequ
     if parts.monitor is not None:
         parts.monitor.interrupt()
     seed = derive_seed(parts.seed, parts.mesh.dp_rank, parts.num_steps, EVALUATION, parts.num_evaluations)
+    step = on_weights(parts, kind, step, len(sizes))
     return Job(step=step, seed=seed, loss_weights=parts.loss_weighting.begin(kind, microbatches, sizes))
 
 

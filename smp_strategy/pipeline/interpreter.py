@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, final
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.activations.policy import ActivationPolicy
@@ -72,6 +73,8 @@ class MicrobatchInterpreter:
         program_trace: trace of the calls that it makes.
         graph: real tensors of this microbatch on this stage.
         terms: terms of the loss that get weights, or what watches a dry run; ``None``: there is nothing of that.
+        weights: mode of the glue that code of units does without, if there is one.
+        hands_on: whether it may write to weights, which later microbatches read.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class MicrobatchInterpreter:
         self.asked: ActivationPolicy | None = None
         self._current = current or CurrentProgram()
         self.terms: ProgramTerms | SampleWatch | None = None
+        self.weights: TorchFunctionMode | None = None
+        self.hands_on = False
         self._stage, self._shape_inference = stage.number, stage.shape_inference
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
         self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused

@@ -15,6 +15,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.activations.policy import ActivationPolicy
@@ -51,6 +52,8 @@ class Interpreter(Protocol):
     """Policy of the innermost open checkpoint of the glue, for units whose own recomputes nothing."""
     cached: CachedWeights
     """Parametrized weights that are kept for the microbatch."""
+    weights: TorchFunctionMode | None
+    """Mode of the glue that code of units does without, if there is one."""
 
     @property
     def is_in_unit(self) -> bool:

@@ -70,6 +70,11 @@ class ProgramTrace:
         return self._router.num_stages
 
     @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan for the program."""
+        return self._expected is not None
+
+    @property
     def path(self) -> list[str]:
         """Names of the events."""
         return [event.name or event.kind for event, _ in self.events]

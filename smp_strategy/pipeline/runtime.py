@@ -13,6 +13,8 @@ from torch import Tensor
 
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
+from smp_strategy.distributed.torch_modes import NOTHING
+from smp_strategy.distributed.torch_private import mode_set_aside
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
@@ -96,7 +98,8 @@ class Runtime:
             self.note_values((args, kwargs))
         if self.note_call is not None:
             self.note_call(program.microbatch, unit, args, kwargs)
-        return program.unit(name, unit, args, kwargs)
+        with NOTHING if program.weights is None else mode_set_aside(program.weights):
+            return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
         """Run ``job`` on every microbatch; with a loss, also backward.
@@ -139,7 +142,7 @@ class Runtime:
                     # Behind the tail nothing waits for this stage any more, so it may wait for the others.
                     turns.share_results(at_once=position >= tail)
                 if not turns.finish():
-                    in_order = plan is None or is_in_order(plan)
+                    in_order = plan is None or is_in_order(plan) or any(each.hands_on for each in turns.programs)
                     finish_off_plan(turns, is_in_order=in_order, improvises=self.collectives.begin_to_improvise)
             turns.agree()
             self.flush()

@@ -41,12 +41,14 @@ def averaged(teacher, student):
     teacher.update_parameters(student)
 
 
-def train(folder, smp, follow, accumulates=1, apart=True, late=False):
+def train(folder, smp, follow, accumulates=1, apart=True, late=""):
     def training_step(self, batch, batch_idx):
+        if self.global_step > 2 and late == "first":
+            follow(self.teacher, self.net)
         with torch.no_grad():
             wanted = self.teacher(batch[0])
         loss = self.loss(batch) + (self.net(batch[0]) - wanted).square().mean()
-        if self.global_step > 2 or not late:
+        if not late or (self.global_step > 2 and late == "last"):
             follow(self.teacher, self.net)
         return loss
 
@@ -86,10 +88,6 @@ def test_a_teacher_follows_its_student_once_per_microbatch(tmp_path, follow, apa
             )
 
 
-def refused(folder, smp):
-    return error_of(lambda: train(folder, smp, in_place))
-
-
 def trained_ones_refused(folder):
     def follow(teacher, student):
         in_place(student, teacher)
@@ -103,16 +101,41 @@ def test_weights_that_the_optimizer_trains_are_not_written_to(tmp_path):
         assert "net.0.weight" in found
 
 
-def late_ones_refused(folder):
-    return error_of(lambda: train(folder, LAYOUTS["sdp2"], in_place, late=True))
+LATE = {
+    "pp2": {"pipeline_parallel_degree": 2, "microbatches": 4},
+    "whole": {"pipeline_parallel_degree": 2, "microbatches": 1},
+    "pp4": {"pipeline_parallel_degree": 4, "microbatches": 4},
+    "pp2 dp2": {"pipeline_parallel_degree": 2, "microbatches": 1},
+}
 
 
-def test_a_teacher_that_begins_to_follow_later_is_refused_with_the_remedy(tmp_path):
-    for found in on_ranks(late_ones_refused, 2, tmp_path):
-        assert "or from the first step of its kind on" in found
+@pytest.mark.parametrize("layout", LATE)
+@pytest.mark.parametrize("follow", [in_place, by_data, exchanged, all_at_once, averaged])
+def test_a_teacher_begins_to_follow_its_student_later(tmp_path, follow, layout):
+    smp, ranks = LATE[layout], 4 if "4" in layout or "dp" in layout else 2
+    num = smp["microbatches"]
+    with quiet():
+        (expected,) = on_ranks(train, 1, tmp_path, None, follow, num, late="first")
+        (never,) = on_ranks(train, 1, tmp_path, None, follow, num, late="never")
+    assert any(not torch.allclose(value, never[name]) for name, value in expected.items() if "teacher" in name)
+    for found in on_ranks(train, ranks, tmp_path, smp, follow, late="first"):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_dry_run_weights_of_other_stages_cannot_be_written_to(tmp_path):
-    for found in on_ranks(refused, 2, tmp_path, {**LAYOUTS["pp2"], "skip_tracing": True}):
-        assert "_` needs the values of `" in found
-        assert "in a step (without `skip_tracing`)" in found
+def late_ones_refused(folder, smp):
+    return error_of(lambda: train(folder, smp, in_place, late="last"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [("sdp2", "or from the first step of its kind on"), ("pp2", "Write before the first call of the model")],
+)
+def test_a_teacher_that_cannot_begin_to_follow_later_is_refused_with_the_remedy(tmp_path, layout, remedy):
+    assert any(remedy in found for found in on_ranks(late_ones_refused, 2, tmp_path, LAYOUTS[layout]))
+
+
+def test_without_a_dry_run_weights_of_other_stages_are_written_to_as_well(tmp_path):
+    with quiet():
+        (expected,) = on_ranks(train, 1, tmp_path, None, in_place, 2)
+    for found in on_ranks(train, 2, tmp_path, {**LAYOUTS["pp2"], "skip_tracing": True}, in_place):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -42,14 +42,36 @@ def shrink(layer: nn.Module, args: object) -> None:
     layer.weight.data.mul_(0.99)
 
 
+class NormalizedLater(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class ExchangedLater(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.weight.data = F.normalize(self.weight.data)
+        return super().forward(x)
+
+
 LAYERS = {"clamped": Clamped, "normalized": Normalized, "exchanged": Exchanged, "hooked": hooked}
+LATER = {"normalized later": NormalizedLater, "exchanged later": ExchangedLater}
 
 
 class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), LAYERS[kind](8, 8), nn.Linear(8, 8)])
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), (LAYERS | LATER)[kind](8, 8), nn.Linear(8, 8)])
 
     def loss(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -71,19 +93,23 @@ def trained(kind: str, evaluates: bool, options: dict[str, int]) -> dict[str, Te
         result = engine.train_step(model.loss, BATCH, loss_of=lambda loss: loss)
         optimizer.zero_grad()
         result.commit(torch.ones(()), reduce=True)
+        engine.begin_update(optimizer)
         optimizer.step()
+        engine.end_update(optimizer)
     return copy.deepcopy(engine.saved.full_state_dict())
 
 
+@pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_weights_are_those_of_one_process_where_one_stage_has_them(kind):
+def test_weights_are_those_of_one_process_where_one_stage_has_them(kind, num):
     model = Net(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
-        model.loss(BATCH).backward()
+        for part in BATCH.chunk(num):
+            (model.loss(part) * (1 / num)).backward()
         optimizer.step()
-    found = run_ranks(trained, 2, kind, False, {"pipeline_parallel_degree": 2})[0]
+    found = run_ranks(trained, 2, kind, False, {"pipeline_parallel_degree": 2, "microbatches": num})[0]
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
 
 
@@ -95,5 +121,16 @@ def test_shards_are_refused_before_the_first_step(kind, evaluates):
     def on_rank():
         with pytest.raises(UnsupportedError, match=f"`{name}` is written to by its own layer"):
             trained(kind, evaluates, {"sharded_data_parallel_degree": 2})
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])
+@pytest.mark.parametrize("kind", LATER)
+def test_shards_are_refused_when_their_layer_begins_to_write_to_them(kind, threshold):
+    def on_rank():
+        options = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
+        with pytest.raises(UnsupportedError, match="`blocks.1.weight` is written to by its own layer"):
+            trained(kind, False, options)
 
     run_ranks(on_rank, 2)

@@ -98,6 +98,12 @@ def normalized_weights(net: Net, batch: Batch) -> Tensor:
     return ((net(batch["x"]) - batch["y"]).square().mean(-1) * weights).sum()
 
 
+def products_with_weights(net: Net, batch: Batch) -> Tensor:
+    losses = (net(batch["x"]) - batch["y"]).square().mean(-1).flatten()
+    weights = batch["mask"].float().flatten() / batch["mask"].sum()
+    return torch.dot(losses, weights) + weights @ losses.sqrt() + losses.sin() @ weights
+
+
 def reciprocal(net: Net, batch: Batch) -> Tensor:
     losses = F.cross_entropy(*flat(net(batch["x"]), batch["labels"]), reduction="sum")
     losses *= 1 / batch["lengths"].sum()
@@ -152,8 +158,8 @@ def per_sample(net: Net, batch: Batch) -> Tensor:
 
 LOSSES = (
     *(ignored, shifted, class_weights, smoothed, negative_log, changed_in_place, masked_mean, at_least_one),
-    *(number_read, normalized_weights, reciprocal, means_of_both, selected, both_selected, labels_selected, indices),
-    *(two_terms, per_step, per_sample),
+    *(number_read, normalized_weights, products_with_weights, reciprocal, means_of_both, selected, both_selected),
+    *(labels_selected, indices, two_terms, per_step, per_sample),
 )
 SOME = (ignored, changed_in_place, selected, two_terms)
 
@@ -233,19 +239,24 @@ def labels_from_outside(net: Net, batch: Batch) -> Tensor:
     return F.cross_entropy(net(batch["x"]).transpose(1, 2), labels, ignore_index=-1)
 
 
+def without_nan(net: Net, batch: Batch) -> Tensor:
+    losses = net(batch["x"]).square().mean(-1)
+    return torch.where(batch["mask"], losses, torch.nan).nanmean()
+
+
 def plain_mean(net: Net, batch: Batch) -> Tensor:
     return F.mse_loss(net(batch["x"]), batch["y"])
 
 
 def run_reports(options: dict[str, Any]) -> list[list[str]]:
-    losses = (by_confidence, random_mask, labels_from_outside, plain_mean)
+    losses = (by_confidence, random_mask, labels_from_outside, without_nan, plain_mean)
     options = {"pipeline_parallel_degree": 2, "microbatches": 2, **options}
     return [run_one(loss, 2, options)[3] for loss in losses]
 
 
 def test_a_count_that_is_not_known_beforehand_is_told_of_once():
     for reports in run_ranks(run_reports, 2, {}):
-        assert [len(each) for each in reports] == [1, 1, 1, 0]
+        assert [len(each) for each in reports] == [1, 1, 1, 1, 0]
         assert "test_whole_batch_loss.py" in reports[0][0]
         assert "selected by values of the model" in reports[0][0]
 

@@ -18,7 +18,7 @@ weights, backups, copies of the model) stay where they are, for later hooks. Cal
 stages as in a step.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -39,6 +39,7 @@ from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.pipeline.shared_tensors.weight_operations import changed_by
 from smp_strategy.pipeline.step_end import THE_END
 from smp_strategy.pipeline.transport.transport import Transport
 
@@ -197,7 +198,8 @@ class HookView:
         leaves, structure = flatten_call(args, kwargs)
         leaves = [self._settled(leaf) for leaf in leaves]
         homed = [leaf for leaf in leaves if home_of(leaf) is not None]
-        target = _changed(name, args, kwargs, homed)
+        target = changed_by(name, args, kwargs)
+        target = target[0] if isinstance(target, (list, tuple)) else target
         if name in _READS or (target is not None and home_of(target) is None):
             # [1] A tensor that every stage has must change alike on every stage.
             return self._with_values(func, leaves, structure)
@@ -386,16 +388,3 @@ def _home(tensor: Any) -> HomeStages:
 
 def _placeholder(spec: TensorSpec) -> Tensor:
     return placeholder(spec.size, spec.dtype, spec.device)
-
-
-def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tensor | None:
-    """Tensor that the operation changes in place; ``None``: it changes none."""
-    if kwargs.get("out") is not None:
-        out: Tensor = kwargs["out"]
-        return out
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    if not in_place and not augmented:
-        return None
-    first = args[0] if args else homed[0]
-    return first[0] if isinstance(first, (list, tuple)) else first

@@ -6,4 +6,5 @@ batch_record   What a program computes from its batch, to be repeated for other 
 batch_facts    How tensors of the batch cover its samples.
 sample_watch   Finds losses that compare the samples of a batch, in the dry run.
 sample_spread  Where the samples are in a tensor of the glue, and operations that mix them.
+sample_order   Which samples are along a dim, after operations that rearrange them.
 """

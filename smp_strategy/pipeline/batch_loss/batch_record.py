@@ -120,6 +120,11 @@ class BatchRecord(TorchFunctionMode):
             self._note(func, args, kwargs, result)
         return result
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in the first microbatch."""
+        return self._sizes[0]
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Context in which nothing is recorded: code of units, and of this package."""

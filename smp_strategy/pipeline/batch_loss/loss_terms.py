@@ -41,7 +41,20 @@ _WITH_REDUCTION = frozenset(
     if callable(each := getattr(F, name)) and (name.endswith("_loss") or name.endswith(("entropy", "_logits", "div")))
 )
 _QUOTIENTS = ("div", "div_", "true_divide", "true_divide_", "divide", "__truediv__", "__itruediv__")
-_PRODUCTS = ("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")
+_PRODUCTS = (
+    "mul",
+    "mul_",
+    "multiply",
+    "__mul__",
+    "__rmul__",
+    "__imul__",
+    "dot",
+    "vdot",
+    "inner",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+)
 _SUMS: dict[str, Callable[..., Any]] = {"mean": torch.sum, "nanmean": torch.nansum}
 
 
@@ -187,7 +200,7 @@ def _mean(
             return None  # of one sample
         if by is not None:
             return MeanOver(_num_selected, (by,), _num_elements) if by.is_known else _unknown_selection(name)
-    return None
+    return Problem(name, "how many values are NaN is not known beforehand") if name == "nanmean" else None
 
 
 def _unknown_selection(name: str) -> Problem:

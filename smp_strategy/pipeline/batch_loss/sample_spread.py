@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smp_strategy.pipeline.batch_loss.sample_order import are_numbers, change_of_order, entries_of
+
 __all__ = ["Mixing", "Spread", "spread_of", "unit_spread_of"]
 
 
@@ -34,6 +36,10 @@ class Spread:
     """Whether it has a gradient."""
     origin: str = ""
     """Call that has made pairs, for messages."""
+    num: int = 0
+    """Number of samples along a dim, if each has one place there; else 0."""
+    order: str | None = ""
+    """Which samples are along that dim: empty for those of the microbatch in their order; ``None``: unknown."""
 
 
 @final
@@ -75,6 +81,8 @@ _VIEWS = frozenset(
     {*_SAME, *_SWAPS, *_EXPANDS, *_PIECES, "unsqueeze", "permute", "movedim", "moveaxis", "masked_select"}
 )
 _VIEWS |= {"select", "unbind", "__iter__", "__getitem__", "repeat_interleave", "cat", "concat", "concatenate", "stack"}
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+_SCATTERS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 _DIAGONALS = frozenset({"diag", "diagonal", "trace"})
 _LINEAR = _ADDITIONS | _SUMS | _VIEWS | _DIAGONALS
 # Functions that look along a dim, with the place of the dim among the arguments and its default.
@@ -89,7 +97,9 @@ _ALONG: Mapping[str, tuple[int, int | None]] = {
 _OF_ALL = frozenset({"pdist", "corrcoef", "cov", "matrix_norm", "linalg_matrix_norm", "svd", "linalg_svd"})
 
 
-def spread_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor, of: Of) -> Spread | None:
+def spread_of(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor, of: Of, number: int = 0
+) -> Spread | None:
     """Spread of the result of an operation of the glue.
 
     Args:
@@ -97,6 +107,7 @@ def spread_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: T
         args, kwargs: its arguments.
         made: its result, or one of its results.
         of: tells the spread of an argument.
+        number: position of ``made`` among the results.
 
     Raises:
         Mixing: it computes with several samples at once.
@@ -104,13 +115,19 @@ def spread_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: T
     given = [(each, spread) for each in _tensors((*args, *kwargs.values())) if (spread := of(each)) is not None]
     if not given:
         return None
+    others = _have_other_samples(name, args, kwargs, given)
     if made.requires_grad:
         _refuse_mixed(name, args, kwargs, given, of)
+        if others and name not in _LINEAR:
+            raise Mixing("computes with each sample and another one")
     found = _rule(name)(name, args, kwargs, made, of)
+    if found is not None:
+        num, order = max(spread.num for _, spread in given), _order(name, args, kwargs, given, number)
+        found = replace(found, num=num, order=order)
     if found is None or not made.requires_grad:
         # Numbers without a gradient are constants of the loss: a running mean, a mask.
         return None if found is None else replace(found, mixed="", trains=False)
-    kinds = {found.mixed, *(spread.mixed for _, spread in given)}
+    kinds = {found.mixed, *(spread.mixed for _, spread in given)} | ({"sum"} if others else set())
     if name in _DIAGONALS:
         kinds -= {"pairs"}
     mixed: Literal["", "sum", "pairs"] = "pairs" if "pairs" in kinds or len(found.dims) > 1 else "sum"
@@ -124,8 +141,44 @@ def unit_spread_of(made: Tensor, given: Sequence[tuple[Tensor, Spread]]) -> Spre
     for each, dim in sorted(dims, key=lambda pair: pair[0].shape != made.shape):
         is_kept = made.ndim > dim and made.shape[dim] == each.shape[dim]
         if is_kept or (dim == 0 and made.ndim and each.shape[0] and made.shape[0] % each.shape[0] == 0):
-            return Spread(frozenset({dim}), trains=made.requires_grad)
+            orders = {spread.order for _, spread in given}
+            order = orders.pop() if len(orders) == 1 else None
+            num = max(spread.num for _, spread in given)
+            return Spread(frozenset({dim}), trains=made.requires_grad, num=num, order=order)
     return None
+
+
+def _have_other_samples(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[tuple[Tensor, Spread]]
+) -> bool:
+    """Whether an operation on elements, or a join along another dim, puts different samples together."""
+    if name in _JOINS:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if name == "stack" or any(dim % each.ndim in spread.dims for each, spread in given):
+            return False
+    elif _rule(name) not in (_broadcast, _loss, _compared):
+        return False
+    orders = {spread.order for _, spread in given if spread.dims}
+    return len(orders) > 1 and None not in orders
+
+
+def _order(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[tuple[Tensor, Spread]], number: int
+) -> str | None:
+    """Which samples are along the dim of samples of a result."""
+    orders = {spread.order for _, spread in given}
+    order = orders.pop() if len(orders) == 1 else None
+    source, spread = given[0]
+    if name in _JOINS and len(given) > 1:
+        return order if name == "stack" or source.ndim == 1 else None
+    if len(spread.dims) != 1:
+        return order
+    (dim,) = spread.dims
+    change = change_of_order(name, args, kwargs, source, dim, number)
+    if not change:
+        return order if change == "" else None
+    # A place is one sample only where there are as many places as samples.
+    return change if order == "" and spread.num == source.shape[dim] else None
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -184,13 +237,9 @@ def _dims_along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], sourc
 
 def _dims_of_sum(args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor) -> frozenset[int]:
     dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    given = [dims] if isinstance(dims, int) else [*args[1:]] if _are_numbers(args[1:]) else list(dims or ())
+    given = [dims] if isinstance(dims, int) else [*args[1:]] if are_numbers(args[1:]) else list(dims or ())
     numbers = [each % source.ndim for each in given if isinstance(each, int) and not isinstance(each, bool)]
     return frozenset(numbers if numbers and source.ndim else range(source.ndim))
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return len(values) > 1 and all(type(each) is int for each in values)
 
 
 # Rules for dims. Each returns what is known of the result, without regard to gradients.
@@ -311,13 +360,8 @@ def _indexed(name: str, args: Any, kwargs: Any, made: Tensor, of: Of) -> Spread 
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(isinstance(each, (Tensor, list)) for each in index):
         return Spread(frozenset({0}) if made.ndim else frozenset())
-    missing = source.ndim - sum(each is not None and each is not Ellipsis for each in index)
-    places, position = dict[int, int](), 0
-    entries: list[Any] = []
-    for each in index if Ellipsis in index else (*index, Ellipsis):
-        entries += [slice(None)] * missing if each is Ellipsis else [each]
-    dim = 0
-    for each in entries:
+    places, position, dim = dict[int, int](), 0, 0
+    for each in entries_of(index, source.ndim):
         if isinstance(each, slice):
             places[dim] = position
         dim += each is not None
@@ -334,6 +378,16 @@ def _joined(name: str, args: Any, kwargs: Any, made: Tensor, of: Of) -> Spread |
         return Spread(dims)
     added = kwargs.get("dim", args[1] if len(args) > 1 else 0) % made.ndim
     return Spread(frozenset(dim + (dim >= added) for dim in dims))
+
+
+def _scattered(name: str, args: Any, kwargs: Any, made: Tensor, of: Of) -> Spread | None:
+    """Rule of sums over rows with one number: means of classes, if each row is a sample."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    source = args[3] if len(args) > 3 else kwargs.get("src", kwargs.get("source"))
+    spread = None if source is None else of(source)
+    if spread is None or source is None or not isinstance(dim, int) or spread.dims != {dim % source.ndim}:
+        return None
+    return Spread(mixed="sum") if source.shape[dim] == spread.num else None
 
 
 def _diagonal(name: str, args: Any, kwargs: Any, made: Tensor, of: Of) -> Spread | None:
@@ -404,6 +458,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("__getitem__", "masked_select"), _indexed),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
     **dict.fromkeys(_DIAGONALS, _diagonal),
+    **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys((*_MATRICES, "cdist"), _multiplied),
     **dict.fromkeys(_DIMS_STAY, _stays),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), _compared),

@@ -64,9 +64,9 @@ class SampleWatch:
             # Before the call, which may change its arguments in place.
             before = [(each, spread) for each in leaves_of((args, kwargs)) if (spread := self._of(each)) is not None]
             result = interpret(kind, name, callee, args, kwargs)
-            for each in leaves_of(result) if before else ():
+            for number, each in enumerate(leaves_of(result) if before else ()):
                 if isinstance(each, PlacedTensor):
-                    self._follow(kind, callee, args, kwargs, each, before)
+                    self._follow(kind, callee, args, kwargs, each, before, number)
         return result
 
     def _follow(
@@ -77,6 +77,7 @@ class SampleWatch:
         kwargs: Any,
         made: PlacedTensor,
         before: Sequence[tuple[Tensor, Spread]],
+        number: int,
     ) -> None:
         if kind != "op":
             spread = unit_spread_of(made, before)
@@ -84,7 +85,7 @@ class SampleWatch:
             known = {id(tensor): each for tensor, each in before}
             name = operation_name(callee.function)
             try:
-                spread = spread_of(name, args, kwargs, made, lambda each: known.get(id(each)))
+                spread = spread_of(name, args, kwargs, made, lambda each: known.get(id(each)), number)
             except Mixing as mixing:
                 where = mixing.origin or f"`{name}`{calling_line()}"
                 self._found.append(_Found(made.value.id, f"{where} {mixing.what}"))
@@ -99,7 +100,10 @@ class SampleWatch:
         if isinstance(value, PlacedTensor):
             return self._spreads.get(value.value.id)
         found = self._record.find(value) if isinstance(value, Tensor) else None
-        return None if found is None or found.facts.dim is None else Spread(frozenset({found.facts.dim}))
+        if found is None or (dim := found.facts.dim) is None:
+            return None
+        num = self._record.num_samples
+        return Spread(frozenset({dim}), num=num, order="" if value.shape[dim] == num else None)
 
     def end(self, trace: Trace, losses: Sequence[Any]) -> None:
         """After the program: find out what has led to its loss.

@@ -22,7 +22,7 @@ from smp_strategy.model.trace.pytree import given_to, leaves_of
 from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.model.units import Unit
 
-__all__ = ["GlueUses", "NewUseError"]
+__all__ = ["GlueOperations", "GlueUses", "NewUseError"]
 
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 # Freezing needs no values.
@@ -34,8 +34,29 @@ class NewUseError(UnsupportedError):
     """Code above the units computes with a weight of a unit that some ranks do not have."""
 
 
+class GlueOperations(TorchFunctionMode):
+    """Mode that sees the operations of the glue, and those inside of units, except queries of metadata.
+
+    Args:
+        running_unit: returns the unit whose code is running, if any.
+    """
+
+    def __init__(self, running_unit: Callable[[], nn.Module | None]) -> None:
+        super().__init__()
+        self._running_unit = running_unit
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA or func in _SWITCHES:
+            return func(*args, **(kwargs or {}))
+        return self.call(self._running_unit(), func, args, kwargs or {})
+
+    def call(self, unit: nn.Module | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Result of an operation in the code of ``unit``; ``None``: of the glue."""
+        raise NotImplementedError
+
+
 @final
-class GlueUses(TorchFunctionMode):
+class GlueUses(GlueOperations):
     """Mode that notes every parameter and table of a unit that an operation of the glue takes.
 
     Queries of metadata do not count, nor do uses inside of the units.
@@ -57,22 +78,19 @@ class GlueUses(TorchFunctionMode):
         exposed: ExposedAttributes,
         lacking: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__()
-        self._running_unit = running_unit
+        super().__init__(running_unit)
         self._exposed = exposed
         self._lacking = lacking
         self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
         self.found: dict[int, Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in METADATA and func not in _SWITCHES:
-            unit = self._running_unit()
-            used = given_to(func, args, kwargs)
-            if unit is None:
-                self.note(used, needs_values=func not in Guard.free)
-            else:
-                self._exposed.refuse_use(unit, used)
+    def call(self, unit: nn.Module | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out an operation, with the parameters among its arguments noted."""
+        used = given_to(func, args, kwargs)
+        if unit is None:
+            self.note(used, needs_values=func not in Guard.free)
+        else:
+            self._exposed.refuse_use(unit, used)
         return func(*args, **kwargs)
 
     def note(self, arguments: Any, *, needs_values: bool = True) -> None:

@@ -181,10 +181,60 @@ def normalized_by_the_batch(net, batch):
     return ((z - z.mean(0)) / z.std(0)).square().mean() + z.mean()
 
 
+def with_its_neighbour(net, batch):
+    z = net(batch["x"])
+    return F.relu(1 - (z - z.roll(1, 0)).square().sum(-1)).mean()
+
+
+def shifted_negatives(net, batch):
+    x, y = net(batch["x"]), net(batch["y"])
+    return F.triplet_margin_loss(x, y, torch.roll(y, 1, dims=0))
+
+
+def shuffled_negatives(net, batch):
+    x, y = net(batch["x"]), net(batch["y"])
+    return F.triplet_margin_loss(x, y, y[torch.tensor([*range(1, len(x)), 0])])
+
+
+def triplets_by_label(net, batch):
+    z, labels = net(batch["x"]), batch["labels"]
+    first, second = torch.where(labels[:, None] != labels[None])
+    return F.relu(1 - (z[first] - z[second]).norm(dim=-1)).mean()
+
+
+def ranked_pairs(net, batch):
+    scores = net.head(net(batch["x"]))[:, 0]
+    first, second = torch.triu_indices(len(scores), len(scores), 1)
+    return F.margin_ranking_loss(scores[first], scores[second], torch.ones(len(first)))
+
+
+def smooth_over_samples(net, batch):
+    z = net(batch["x"])
+    return (z[1:] - z[:-1]).square().mean()
+
+
+def one_half_with_the_other(net, batch):
+    first, second = net(batch["x"]).chunk(2)
+    return F.cosine_similarity(first, second).mean()
+
+
+def joint_and_marginal(net, batch):
+    x, y = net(batch["x"]), net(batch["y"])
+    return torch.cat([x, y.flip(0)], dim=1).square().mean()
+
+
+def around_class_means(net, batch):
+    z = net(batch["x"])
+    means = torch.zeros(CLASSES, WIDTH).index_add(0, batch["labels"], z)
+    return (z - means[batch["labels"]]).square().mean()
+
+
 COMPARING = [
     *(clip, clip_of_transformers, siglip, simclr, simclr_by_cosine, simclr_by_parts, with_detached_keys),
     *(negatives_from_the_batch, barlow_twins, vicreg, prototypes, prototypes_of_blocks, triplets),
     *(supervised_contrast, dice_of_the_batch, root_of_a_mean, normalized_by_the_batch),
+    *(with_its_neighbour, shifted_negatives, shuffled_negatives, triplets_by_label, ranked_pairs),
+    *(smooth_over_samples, one_half_with_the_other, joint_and_marginal, around_class_means),
 ]
 
 
@@ -309,10 +359,49 @@ def images(net, batch):
     )
 
 
+def views_side_by_side(net, batch):
+    first, second = net(torch.cat([batch["x"], batch["y"]])).chunk(2)
+    third, fourth = torch.cat([net(batch["x"]), net(batch["y"])]).split(len(batch["x"]))
+    return F.cosine_similarity(first, second).mean() + F.mse_loss(third, fourth)
+
+
+def masks_made_twice(net, batch):
+    h, g, labels = net(batch["texts"]), net(batch["texts"] * 2), batch["labels"]
+    rows = F.mse_loss(net(batch["x"])[labels > 0], net(batch["y"])[labels > 0]) if (labels > 0).any() else 0
+    return F.mse_loss(h[batch["mask"]], g[batch["mask"].clone()]) + rows
+
+
+def first_and_last_tokens(net, batch):
+    h, ends = net(batch["texts"]), batch["mask"].sum(1) - 1
+    spans = h[torch.arange(len(h)), ends] * h[torch.arange(len(h)), 0]
+    flat = h.flatten(0, 1)
+    return (spans + flat[::LENGTH] * flat[LENGTH - 1 :: LENGTH]).mean() + (h[:, 1:] - h[:, :-1]).square().mean()
+
+
+def sample_by_sample(net, batch):
+    h, total = net(batch["texts"]), 0.0
+    for number in range(len(h)):
+        total = total + F.mse_loss(h[number], batch["texts"][number]) * (h[number, 0] - h[number, 1]).square().mean()
+    return total / len(h)
+
+
+def critic(net, batch):
+    x, y = net(batch["x"]), net(batch["y"])
+    return net(x + y).mean() - net(x + 1).roll(1, 0).mean()
+
+
+def rolled_in_time(net, batch):
+    h = net(batch["texts"])
+    return (
+        (h - h.roll(1, 1)).square().mean() + (h * h.flip((1, 2))).mean() + (h - torch.roll(h, -1, dims=-1)).abs().mean()
+    )
+
+
 APART = [
     *(classification, language_model, attention_in_glue, sequence_first, masked_mean, pooled, selected),
     *(dice_of_each_sample, mean_of_features, pairs_of_one_sample, negatives_from_a_queue, learned_proxies),
     *(weighted_terms, gan, variational, statistics_that_are_logged, balance_of_experts, images),
+    *(views_side_by_side, masks_made_twice, first_and_last_tokens, sample_by_sample, critic, rolled_in_time),
 ]
 
 
