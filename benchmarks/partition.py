@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.offline_planning import trace_program
+from smp_strategy.engine.commands.offline_planning import trace_program
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.planning.planner import PlanningInput, best_partition, problem_under, simulated

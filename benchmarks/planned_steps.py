@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForMaskedLM
 from workloads import GPT, Batch, EngineSteps
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.layout_planning import LayoutPlanner
+from smp_strategy.engine.commands.layout_planning import LayoutPlanner
 from smp_strategy.model.trace.work import Link
 from smp_strategy.planning.layouts.cluster import (
     BYTES_SHARE,

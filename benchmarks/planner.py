@@ -25,7 +25,7 @@ import torch
 from planned_steps import compare, kendall_tau
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from smp_strategy.engine.layout_planning import LayoutPlanner
+from smp_strategy.engine.commands.layout_planning import LayoutPlanner
 from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
 
 # Cluster, tokens of a sample, layout, published samples per second.

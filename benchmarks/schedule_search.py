@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.offline_planning import trace_program
+from smp_strategy.engine.commands.offline_planning import trace_program
 from smp_strategy.engine.plan_cache import policy_of
 from smp_strategy.planning.planner import PlanningInput, best_partition, policies_of
 from smp_strategy.planning.schedule.check_plan import check

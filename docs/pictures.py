@@ -23,8 +23,8 @@ from gpt import GPT
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sizes import show_bytes, show_seconds
 from smp_strategy.distributed.mesh_shape import MeshShape
-from smp_strategy.engine.layout_planning import LayoutPlanner
-from smp_strategy.engine.offline_planning import trace_program
+from smp_strategy.engine.commands.layout_planning import LayoutPlanner
+from smp_strategy.engine.commands.offline_planning import trace_program
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from smp_strategy.config.config import SMPConfig as SMPConfig
     from smp_strategy.data_parallel.ddp_comm_hook import HierarchicalAllReduceState as HierarchicalAllReduceState
     from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook as hierarchical_allreduce_hook
+    from smp_strategy.engine.commands.offline_planning import plan_partition as plan_partition
     from smp_strategy.engine.engine import Engine as Engine
-    from smp_strategy.engine.offline_planning import plan_partition as plan_partition
-    from smp_strategy.engine.tagged_checkpoints import resume_from_checkpoint as resume_from_checkpoint
-    from smp_strategy.engine.tagged_checkpoints import save_checkpoint as save_checkpoint
+    from smp_strategy.engine.saving.tagged_checkpoints import resume_from_checkpoint as resume_from_checkpoint
+    from smp_strategy.engine.saving.tagged_checkpoints import save_checkpoint as save_checkpoint
     from smp_strategy.errors import CheckpointError as CheckpointError
     from smp_strategy.errors import ConfigError as ConfigError
     from smp_strategy.errors import PeerFailedError as PeerFailedError
@@ -84,9 +84,9 @@ _HOME = {
     "checkpoint_sequential": "smp_strategy.activations.submodules",
     "hierarchical_allreduce_hook": "smp_strategy.data_parallel.ddp_comm_hook",
     "partition": "smp_strategy.model.annotations",
-    "plan_partition": "smp_strategy.engine.offline_planning",
-    "resume_from_checkpoint": "smp_strategy.engine.tagged_checkpoints",
-    "save_checkpoint": "smp_strategy.engine.tagged_checkpoints",
+    "plan_partition": "smp_strategy.engine.commands.offline_planning",
+    "resume_from_checkpoint": "smp_strategy.engine.saving.tagged_checkpoints",
+    "save_checkpoint": "smp_strategy.engine.saving.tagged_checkpoints",
     "set_activation_checkpointing": "smp_strategy.activations.selection",
     "set_partition": "smp_strategy.model.annotations",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.user_choices",

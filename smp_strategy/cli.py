@@ -218,7 +218,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--show", type=_count, default=8, metavar="N", help="layouts that are planned in full (default: 8)"
     )
-    parser.set_defaults(run="engine.plan_command")
+    parser.set_defaults(run="engine.commands.plan_command")
 
 
 def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -228,7 +228,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "--layout", required=True, metavar="RECIPE", help="pp4_tp2_sdp8_mb16, for example; replicas fill the rest"
     )
     parser.add_argument("--recompute", action="store_true", help="units compute their activations again")
-    parser.set_defaults(run="engine.plan_command")
+    parser.set_defaults(run="engine.commands.plan_command")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +259,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("partition", type=_path, help="file to write, for `partition_file` of the job that trains")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="command", help="that trains, with arguments")
-    parser.set_defaults(run="engine.profiling_run")
+    parser.set_defaults(run="engine.commands.profiling_run")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -270,7 +270,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "else 1.",
     )
     parser.add_argument("--quick", action="store_true", help="do not try the transports")
-    parser.set_defaults(run="engine.doctor")
+    parser.set_defaults(run="engine.commands.doctor")
 
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from smp_strategy.activations.submodules import checkpoint_sequential
-from smp_strategy.engine.tagged_checkpoints import resume_from_checkpoint, save_checkpoint
+from smp_strategy.engine.saving.tagged_checkpoints import resume_from_checkpoint, save_checkpoint
 from smp_strategy.integrations.sagemaker import amp, nn, optimizers
 from smp_strategy.integrations.sagemaker.creation import (
     checkpoint,

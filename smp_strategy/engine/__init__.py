@@ -10,8 +10,8 @@ It is the one place that knows every part of the package. In reading order:
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
 * ``written_weights.py``: parameters that steps write to, which dry runs put back.
-* ``pretrained.py``: ``from_pretrained`` of Hugging Face under delayed initialisation.
-* ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
+* ``delayed_init.py``, ``pretrained.py``: modules on the meta device; memory and values for this rank's share only, also
+  for ``from_pretrained`` of Hugging Face.
 * ``local_model.py``, ``take_holdings.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
   restoring; the making of its shards.
 * ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
@@ -19,36 +19,22 @@ It is the one place that knows every part of the package. In reading order:
   it, and state that its microbatches hand on.
 * ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
-* ``optimizer_steps.py``, ``grad_scaler.py``, ``loss_scale.py``: steps of optimizers, and loss scaling in agreement over
-  all ranks, as all doors make them.
-* ``join_results.py``, ``own_samples.py``: merging of the results of microbatches; those of a rank's own samples.
+* ``join_results.py``, ``own_samples.py``, ``data_ranks.py``: results of microbatches as those of the batch; a rank's
+  own samples; gathering and reducing over ranks that read such.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
 * ``run_outcome.py``: errors that have ended steps and updates, which decide what may come next.
 * ``own_parameters.py``: tensors that optimizers train and the module does not have.
-* ``hooks/``: the user's hooks see the full model.
-* ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
-* ``checkpoint_content.py``, ``checkpoint_objects.py``, ``async_saves.py``: checkpoints of one dict, and objects of the
-  run in them; saves in the background, and what waits for them.
-* ``tagged_checkpoints.py``, ``portable_parts.py``: checkpoints by tag, in the form of SageMaker's library; parts of
-  state dicts as plain objects.
-* ``model_calls/``: calls of a model by a loop that belongs to the script.
-* ``saved_models/``: folders of models that other libraries read; ``save_pretrained`` of Hugging Face.
-* ``resumable_loader.py``, ``rank_generators.py``: a pass over a data loader, whose position can be saved and restored;
-  random generators of all ranks in files.
-* ``data_ranks.py``: gathering and reducing over ranks that read samples of their own.
-* ``main_process_calls.py``: other ranks take part in what only the main process calls.
-* ``first_meeting.py``, ``run_lifecycle.py``, ``crash_report.py``: ranks meet before there is a process group, compare
-  settings, and begin a run; clean-up at exit; short tracebacks, one for the first failure.
-* ``inspection.py``, ``startup_report.py``, ``first_step_report.py``: reports on demand, once at the start, and at the
-  end of the first training step.
-* ``step_monitor.py``, ``nonfinite.py``: figures of a run, and the search for NaN and infinity, if somebody asks.
-* ``microbatch_notes.py``: layers and losses whose numbers depend on how a batch is cut.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
-* ``offline_planning.py``, ``layout_planning.py``: a partition without ranks and without memory; the fastest layouts of
-  a cluster.
-* ``profiling_run.py``: ``smp profile``: a run that measures units, writes the partition, and ends.
-* ``plan_command.py``: ``smp plan`` and ``smp estimate``.
-* ``doctor.py``: ``smp doctor``: this machine, its transports, and what works here.
+
+Rooms, each with a map of its own; what doors need of the library they find here:
+
+* ``model_calls/``: calls of a model by a loop that belongs to the script.
+* ``updates/``: steps of optimizers, and loss scaling in agreement over all ranks.
+* ``hooks/``: the user's hooks see the full model.
+* ``saving/``: states, checkpoints, folders for other libraries, positions in data, random generators.
+* ``lifecycle/``: from the first meeting of the ranks to their end.
+* ``figures/``: reports, figures of steps, notes on numbers.
+* ``commands/``: commands of ``smp`` that plan, measure or look.
 """

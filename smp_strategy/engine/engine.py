@@ -31,22 +31,22 @@ from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
 from smp_strategy.engine import new_step_kinds, run_step
-from smp_strategy.engine.checkpointing import SavedState
+from smp_strategy.engine.commands.profiling_run import profiled
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.figures.inspection import Inspection
+from smp_strategy.engine.figures.microbatch_notes import told_of_microbatches
 from smp_strategy.engine.first_attach import begin_layout, lay_out, serves, start_alike
 from smp_strategy.engine.hooks.run_hook import run_hook
 from smp_strategy.engine.hooks.views import Views
-from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
-from smp_strategy.engine.microbatch_notes import told_of_microbatches
 from smp_strategy.engine.new_step_kinds import FirstStep
 from smp_strategy.engine.parallelize import make_whole_again, parallelize, resume
-from smp_strategy.engine.profiling_run import profiled
 from smp_strategy.engine.repeated_step import StateBefore
 from smp_strategy.engine.run_outcome import RunOutcome
+from smp_strategy.engine.saving.checkpointing import SavedState
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.job import Job, Step, StepRun

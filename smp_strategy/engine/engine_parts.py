@@ -15,12 +15,12 @@ from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDiges
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.dry_run import DryRunInput
+from smp_strategy.engine.figures.step_monitor import StepMonitor
 from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.layout import Layout
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.loss_weighting import LossWeighting
-from smp_strategy.engine.pending_state import PendingState
-from smp_strategy.engine.step_monitor import StepMonitor
+from smp_strategy.engine.saving.pending_state import PendingState
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.dist_calls.user_collectives import replicas_of

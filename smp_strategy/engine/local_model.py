@@ -344,7 +344,7 @@ class LocalModel:
         self.whole_on = where
 
     def full_state_dict(self, take: full.Take) -> dict[str, Any]:
-        """Full state dict on rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
+        """Full state dict on rank 0: see ``SavedState`` (:mod:`smp_strategy.engine.saving.checkpointing`)."""
         self.compare_updates()
         self.settle()
         if self.whole_on != "none":

@@ -18,9 +18,9 @@ from smp_strategy.distributed.door_words import door_words
 from smp_strategy.engine.carried_state import Rehearsals
 from smp_strategy.engine.dry_run import DryRunInput, look_for_exposed, rescaled_tables
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.figures.microbatch_notes import note_on_comparison
+from smp_strategy.engine.figures.startup_report import render_order
 from smp_strategy.engine.layout import Layout
-from smp_strategy.engine.microbatch_notes import note_on_comparison
-from smp_strategy.engine.startup_report import render_order
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.job import Step

@@ -33,15 +33,15 @@ from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.tensor_group import TensorGroup
+from smp_strategy.engine.commands.layout_planning import estimates_on_ranks
 from smp_strategy.engine.decide import agree_on, decide
 from smp_strategy.engine.dry_run import DryRun, dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.figures.startup_report import render_layout
 from smp_strategy.engine.layout import Layout
-from smp_strategy.engine.layout_planning import estimates_on_ranks
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.new_step_kinds import FirstStep, refuse_new_hooks, refuse_rewritten
 from smp_strategy.engine.plan_cache import PlanCache
-from smp_strategy.engine.startup_report import render_layout
 from smp_strategy.errors import SMPError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.shard_layout import Cut

@@ -12,5 +12,5 @@ In reading order:
 * ``run_figures``: speed, memory and waiting of a run, from what each rank has counted.
 * ``layout_plan``: the fastest layouts of a cluster; ``smp plan``.
 
-``smp_strategy.engine.inspection`` makes the reports of a running model.
+``smp_strategy.engine.figures.inspection`` makes the reports of a running model.
 """

@@ -16,7 +16,7 @@ from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.engine.rank_generators import are_equal
+from smp_strategy.engine.saving.rank_generators import are_equal
 
 SAMPLES = 24
 

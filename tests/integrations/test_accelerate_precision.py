@@ -22,7 +22,7 @@ from accelerate_checks import (
 )
 
 from smp_strategy import UnsupportedError
-from smp_strategy.engine.grad_scaler import GradScaler
+from smp_strategy.engine.updates.grad_scaler import GradScaler
 
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),

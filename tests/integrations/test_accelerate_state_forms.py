@@ -14,7 +14,7 @@ from test_accelerate_saving import LAYOUTS, PP2, Counter, files, go_on, start, t
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.writer import Prepared
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
-from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.accelerate import state_files
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.engine.async_saves import AsyncSaves
+from smp_strategy.engine.saving.async_saves import AsyncSaves
 
 LOSSES = (0.5, 0.3, 0.4, 0.2)  # of epochs
 FORMS = [{}, {"async_save": True}, {"state_dict_type": "sharded"}, {"state_dict_type": "sharded", "async_save": True}]

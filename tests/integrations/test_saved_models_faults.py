@@ -214,7 +214,7 @@ class Stopped(BaseException):
 def test_half_of_the_new_files_never_look_complete(tmp_path, monkeypatch):
     """Files are moved one by one to a folder that has others."""
     from smp_strategy.checkpoint.storage import atomic_commit
-    from smp_strategy.engine.saved_models import state_folders as folders
+    from smp_strategy.engine.saving.saved_models import state_folders as folders
 
     target, names = tmp_path / "model", [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     index, replace = "model.safetensors.index.json", os.replace

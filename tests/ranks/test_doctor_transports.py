@@ -1,6 +1,6 @@
 """The transports that ``smp doctor`` tries, between two ranks."""
 
-from smp_strategy.engine.doctor import Tried, measured_transports
+from smp_strategy.engine.commands.doctor import Tried, measured_transports
 from smp_strategy.testing import run_ranks
 
 

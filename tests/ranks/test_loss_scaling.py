@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.grad_scaler import GradScaler
-from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_tensor_parallel_engine import Setting, Text, batch_of, engine_for

@@ -1,8 +1,8 @@
 """Weights that a script reads between steps: an average of weights, or a norm, perhaps on the main process alone.
 
 A rank that lacks weights refuses to compute with them. Before it does, it asks all ranks to gather them: the others
-take part as they do in a save (:mod:`smp_strategy.engine.main_process_calls`). The values stay until the rank does
-something next that all take part in. Other ranks would not learn of changes, so these are errors then.
+take part as they do in a save (:mod:`smp_strategy.engine.lifecycle.main_process_calls`). The values stay until the rank
+does something next that all take part in. Other ranks would not learn of changes, so these are errors then.
 """
 
 from collections.abc import Callable, Mapping

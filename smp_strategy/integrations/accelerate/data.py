@@ -33,7 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
-from smp_strategy.engine.resumable_loader import follow, generators_of, pass_of
+from smp_strategy.engine.saving.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.engine.checkpointing import own_state_dict
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.saved_models.shared_states import storage_of
+from smp_strategy.engine.saving.checkpointing import own_state_dict
+from smp_strategy.engine.saving.saved_models.shared_states import storage_of
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 
 __all__ = [

@@ -33,7 +33,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.saved_models.state_folders import save_file
+from smp_strategy.engine.saving.saved_models.state_folders import save_file
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import state_files
 from smp_strategy.integrations.accelerate.full_states import leave_file

@@ -85,7 +85,7 @@ def patch_state(state: Any) -> None:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         is_ours = is_selected(os.environ) or _PLUGIN in sys.modules
         if is_ours and not {"init_method", "store"} & options.keys():
-            from smp_strategy.engine.first_meeting import init_method
+            from smp_strategy.engine.lifecycle.first_meeting import init_method
 
             options["init_method"] = init_method()
         original(self, *args, **options)

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.grad_scaler import GradScaler
-from smp_strategy.engine.optimizer_steps import evaluated_first, switch_mode, updating
-from smp_strategy.engine.saved_models.shared_states import on_every_rank
+from smp_strategy.engine.saving.saved_models.shared_states import on_every_rank
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.optimizer_steps import evaluated_first, switch_mode, updating
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session

@@ -27,9 +27,9 @@ from accelerate.state import PartialState
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
-from smp_strategy.engine.crash_report import keep_short
+from smp_strategy.engine.lifecycle.crash_report import keep_short
+from smp_strategy.engine.lifecycle.run_lifecycle import ensure_group, note_settings
 from smp_strategy.engine.pretrained import set_deferring
-from smp_strategy.engine.run_lifecycle import ensure_group, note_settings
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks

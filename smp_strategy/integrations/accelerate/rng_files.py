@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from accelerate.utils import load
 
-from smp_strategy.engine.rank_generators import of_groups
-from smp_strategy.engine.resumable_loader import generators_of
+from smp_strategy.engine.saving.rank_generators import of_groups
+from smp_strategy.engine.saving.resumable_loader import generators_of
 from smp_strategy.integrations.accelerate.session import Session
 
 __all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]

@@ -6,7 +6,7 @@ library resumes from checkpoints of the other. Two small files are added:
 of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
 With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
-:data:`~smp_strategy.engine.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
+:data:`~smp_strategy.engine.saving.saved_models.state_folders.SHARDED`; everything else is as before. Any run reads
 either form.
 
 With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
@@ -24,9 +24,9 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_f
 from torch import nn
 
 from smp_strategy.distributed.rendezvous import alike
-from smp_strategy.engine.saved_models import state_folders as folders
-from smp_strategy.engine.saved_models.shared_states import snapshot
-from smp_strategy.engine.saved_models.spread_saving import FileNotes, SpreadModel
+from smp_strategy.engine.saving.saved_models import state_folders as folders
+from smp_strategy.engine.saving.saved_models.shared_states import snapshot
+from smp_strategy.engine.saving.saved_models.spread_saving import FileNotes, SpreadModel
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped

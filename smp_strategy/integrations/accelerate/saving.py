@@ -4,7 +4,7 @@ State dicts have whole tensors under plain names, and loading accepts those of p
 the shards, one tensor at a time. Only if they are written later, by hooks or on each node are the shards gathered on
 global rank 0 (with ``save_on_each_node`` on the first rank of each node); the other ranks wait, and fail if it fails.
 Files are written beside their place and moved there when they are complete
-(:mod:`smp_strategy.engine.saved_models.state_folders`). Resuming a run:
+(:mod:`smp_strategy.engine.saving.saved_models.state_folders`). Resuming a run:
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
@@ -23,21 +23,21 @@ from torch import nn
 
 from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.optimizer_steps import trains
-from smp_strategy.engine.saved_models import state_folders as folders
-from smp_strategy.engine.saved_models.pretrained_calls import (
+from smp_strategy.engine.saving.saved_models import state_folders as folders
+from smp_strategy.engine.saving.saved_models.pretrained_calls import (
     PretrainedCalls,
     StateDictCalls,
     library_of,
     pretrained_parts,
 )
-from smp_strategy.engine.saved_models.shared_states import on_every_rank, sent_to_writers
-from smp_strategy.engine.saved_models.spread_saving import (
+from smp_strategy.engine.saving.saved_models.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.engine.saving.saved_models.spread_saving import (
     FileNotes,
     SpreadModel,
     spread_model,
     write_together,
 )
+from smp_strategy.engine.updates.optimizer_steps import trains
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped

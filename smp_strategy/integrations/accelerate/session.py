@@ -19,16 +19,16 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.async_saves import AsyncSaves
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.engine_parts import unset
-from smp_strategy.engine.grad_scaler import GradScaler
-from smp_strategy.engine.main_process_calls import MainProcessCalls
+from smp_strategy.engine.lifecycle.main_process_calls import MainProcessCalls
+from smp_strategy.engine.lifecycle.run_lifecycle import begin_run, of_fields, of_options, of_process
 from smp_strategy.engine.model_calls.model_calls import ModelCalls
-from smp_strategy.engine.run_lifecycle import begin_run, of_fields, of_options, of_process
-from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
+from smp_strategy.engine.saving.async_saves import AsyncSaves
+from smp_strategy.engine.saving.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
+from smp_strategy.engine.updates.grad_scaler import GradScaler
 from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
 

@@ -12,7 +12,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
 from safetensors.torch import load_file
 
-from smp_strategy.engine.saved_models.state_folders import reading
+from smp_strategy.engine.saving.saved_models.state_folders import reading
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["mapped", "name", "read", "read_custom", "state", "weights", "write", "write_weights"]

@@ -1,7 +1,7 @@
 """``SMPMonitor`` for Accelerate's trackers and for Hugging Face's Trainer: the figures of a run, and NaN and infinity.
 
-The engine counts (:mod:`smp_strategy.engine.step_monitor`). A script asks for the figures when it logs, the Trainer
-gets them into what it logs (:meth:`smp_strategy.integrations.accelerate.hf_trainer.SMPTrainer.log`).
+The engine counts (:mod:`smp_strategy.engine.figures.step_monitor`). A script asks for the figures when it logs, the
+Trainer gets them into what it logs (:meth:`smp_strategy.integrations.accelerate.hf_trainer.SMPTrainer.log`).
 """
 
 import functools
@@ -13,8 +13,8 @@ from pathlib import Path
 from types import new_class
 from typing import Any, Self
 
-from smp_strategy.engine.nonfinite import NonfinitePolicy
-from smp_strategy.engine.step_monitor import StepMonitor
+from smp_strategy.engine.figures.nonfinite import NonfinitePolicy
+from smp_strategy.engine.figures.step_monitor import StepMonitor
 from smp_strategy.errors import SMPError
 
 __all__ = ["TrackerMonitor", "make_tracker_monitor"]

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.lifecycle.crash_report import has_crashed
+from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.engine.model_calls.lent_weights import LentWeights
 from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
-from smp_strategy.engine.optimizer_steps import trains
-from smp_strategy.engine.run_lifecycle import leave_at_exit, note_settings
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.loss_scale import ScalingRules
+from smp_strategy.engine.updates.optimizer_steps import trains
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped

@@ -27,8 +27,10 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.rendezvous import meet
-from smp_strategy.engine.async_saves import AsyncSaves
-from smp_strategy.engine.checkpoint_content import (
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.run_outcome import have_all_stopped
+from smp_strategy.engine.saving.async_saves import AsyncSaves
+from smp_strategy.engine.saving.checkpoint_content import (
     described_elsewhere,
     is_path,
     named_in,
@@ -37,12 +39,10 @@ from smp_strategy.engine.checkpoint_content import (
     split_checkpoint,
     with_all_names,
 )
-from smp_strategy.engine.checkpoint_objects import has_objects, put_whole_objects
-from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.run_outcome import have_all_stopped
-from smp_strategy.engine.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
-from smp_strategy.engine.saved_models.shared_states import snapshot
-from smp_strategy.engine.saved_models.spread_saving import spread_model
+from smp_strategy.engine.saving.checkpoint_objects import has_objects, put_whole_objects
+from smp_strategy.engine.saving.saved_models.pretrained_calls import PretrainedCalls, pretrained_parts
+from smp_strategy.engine.saving.saved_models.shared_states import snapshot
+from smp_strategy.engine.saving.saved_models.spread_saving import spread_model
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.streamed_checkpoint import StreamedSaves
@@ -247,7 +247,7 @@ class CheckpointHooks:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Read a checkpoint; see :func:`~smp_strategy.engine.checkpoint_content.read_checkpoint`.
+        """Read a checkpoint; see :func:`~smp_strategy.engine.saving.checkpoint_content.read_checkpoint`.
 
         Args:
             checkpoint_path: file, directory or URL.

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final, final
 
 from smp_strategy.distributed.peer_processes import how_it_ended, is_stopped
-from smp_strategy.engine.crash_report import publish_end
+from smp_strategy.engine.lifecycle.crash_report import publish_end
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher"]

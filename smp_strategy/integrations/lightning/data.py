@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.resumable_loader import follow
+from smp_strategy.engine.saving.resumable_loader import follow
 from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["DataRngSync", "following"]

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.engine.first_meeting import FirstMeeting
-from smp_strategy.engine.run_lifecycle import (
+from smp_strategy.engine.lifecycle.first_meeting import FirstMeeting
+from smp_strategy.engine.lifecycle.run_lifecycle import (
     begin_run,
     ensure_group,
     note_settings,

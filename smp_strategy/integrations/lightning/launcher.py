@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.engine.crash_report import culprit_of, keep_short
+from smp_strategy.engine.lifecycle.crash_report import culprit_of, keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.integrations.lightning.tree import Tree

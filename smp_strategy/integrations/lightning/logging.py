@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from smp_strategy.engine.inspection import is_placed
+from smp_strategy.engine.figures.inspection import is_placed
 from smp_strategy.engine.join_results import StepArgument
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
 from smp_strategy.model.patching import Patches

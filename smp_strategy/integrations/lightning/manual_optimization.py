@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.manual_optimization import ManualSteps
-from smp_strategy.engine.optimizer_steps import updating
 from smp_strategy.engine.step_results import loss_that_commits
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.optimizer_steps import updating
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
 from smp_strategy.model.patching import Patches

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from smp_strategy.engine.rank_generators import undrawn
+from smp_strategy.engine.saving.rank_generators import undrawn
 
 __all__ = [
     "Forward",

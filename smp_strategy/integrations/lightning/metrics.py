@@ -31,7 +31,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.inspection import is_placed
+from smp_strategy.engine.figures.inspection import is_placed
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
 from smp_strategy.model.patching import Patches
 

@@ -1,8 +1,8 @@
 """The callback ``SMPMonitor``: figures of a run go to Lightning's loggers and the progress bar.
 
-The engine counts (:mod:`smp_strategy.engine.step_monitor`); the callback asks for the figures when Lightning logs, that
-is every ``log_every_n_steps`` updates. Updates with gradients that are not finite are left out in the way in which a
-loss scaler leaves out updates that have overflowed: by a scaler whose scale is always 1.
+The engine counts (:mod:`smp_strategy.engine.figures.step_monitor`); the callback asks for the figures when Lightning
+logs, that is every ``log_every_n_steps`` updates. Updates with gradients that are not finite are left out in the way in
+which a loss scaler leaves out updates that have overflowed: by a scaler whose scale is always 1.
 """
 
 import functools
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import new_class
 from typing import Any
 
-from smp_strategy.engine.grad_scaler import GradScaler
-from smp_strategy.engine.loss_scale import ScalingRules
-from smp_strategy.engine.nonfinite import NonfinitePolicy
-from smp_strategy.engine.step_monitor import StepMonitor
+from smp_strategy.engine.figures.nonfinite import NonfinitePolicy
+from smp_strategy.engine.figures.step_monitor import StepMonitor
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.precision_plugin import methods_with
 from smp_strategy.integrations.lightning.tree import Tree

@@ -2,7 +2,7 @@
 
 *Loss scaling.* Lightning scales losses for ``16-mixed`` only, with PyTorch's scaler, which checks the gradients of a
 single rank. Here every float16 computation gets a scaler that all ranks agree on
-(:mod:`smp_strategy.engine.grad_scaler`), at the same point of the plugin: it scales the loss before
+(:mod:`smp_strategy.engine.updates.grad_scaler`), at the same point of the plugin: it scales the loss before
 ``on_before_backward``, unscales the gradients after backward and before hooks and clipping, and keeps its state under
 Lightning's key in checkpoints. Schedulers that count steps do not move for a skipped step. Lightning's ``global_step``
 still counts it, since ``max_steps``, logging and checkpoints are about batches.
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.engine.grad_scaler import GradScaler, Unscale
-from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.updates.grad_scaler import GradScaler, Unscale
+from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.model.patching import Patches
 

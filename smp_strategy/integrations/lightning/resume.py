@@ -4,7 +4,7 @@ Lightning's checkpoints have weights, optimizers, schedulers, callbacks and coun
 the engine's own, in a dict that plain Lightning ignores:
 
 1. states of the ranks' random generators, and of the data stream ([Note: data stream]);
-2. the position of each training data loader (:mod:`smp_strategy.engine.resumable_loader`), and the number
+2. the position of each training data loader (:mod:`smp_strategy.engine.saving.resumable_loader`), and the number
    of batches that Lightning has fetched but not used (it prefetches one from a loader of unknown length);
 3. the metrics that callbacks and schedulers monitor.
 
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.rank_generators import of_groups, of_rank, packed, set_of_rank, unpacked
-from smp_strategy.engine.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
+from smp_strategy.engine.saving.rank_generators import of_groups, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.engine.saving.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
     continue_sums,

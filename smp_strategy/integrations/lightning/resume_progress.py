@@ -141,7 +141,7 @@ def redistribute_positions(
 
     Args:
         places: the position of each loader on one of the previous ranks; see
-            :meth:`~smp_strategy.engine.resumable_loader.LoaderPass.place`.
+            :meth:`~smp_strategy.engine.saving.resumable_loader.LoaderPass.place`.
         batch_sizes: the current batch size of each loader.
         num_before, num_now: previous and current number of ranks that share the samples.
 

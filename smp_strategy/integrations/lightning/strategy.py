@@ -34,11 +34,16 @@ from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.grad_scaler import GradScaler
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.engine.optimizer_steps import evaluated_once, has_step_hooks, hooks_around_step, switching_together
+from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit
 from smp_strategy.engine.pretrained import deferring
-from smp_strategy.engine.run_lifecycle import leave_at_exit
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.optimizer_steps import (
+    evaluated_once,
+    has_step_hooks,
+    hooks_around_step,
+    switching_together,
+)
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap

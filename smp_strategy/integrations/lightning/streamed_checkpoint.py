@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from torch.optim import Optimizer
 
-from smp_strategy.engine.checkpointing import promised_to
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saving.checkpointing import promised_to
 from smp_strategy.integrations.lightning.tree import Tree
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from smp_strategy.engine.grad_scaler import GradScaler as AgreeingScaler
-from smp_strategy.engine.loss_scale import ScalingRules
+from smp_strategy.engine.updates.grad_scaler import GradScaler as AgreeingScaler
+from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.integrations.sagemaker.run_state import current_run
 
 __all__ = ["GradScaler"]

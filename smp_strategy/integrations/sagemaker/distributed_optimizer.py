@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.precision_options import PrecisionOptions
-from smp_strategy.engine.grad_scaler import GradScaler
-from smp_strategy.engine.loss_scale import ScalingRules
-from smp_strategy.engine.optimizer_steps import evaluated_first, trains, updating
+from smp_strategy.engine.updates.grad_scaler import GradScaler
+from smp_strategy.engine.updates.loss_scale import ScalingRules
+from smp_strategy.engine.updates.optimizer_steps import evaluated_first, trains, updating
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker.model_state import (
     full_optimizer_state,

@@ -27,9 +27,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import read_sagemaker
-from smp_strategy.engine.crash_report import keep_short
-from smp_strategy.engine.optimizer_steps import trains
-from smp_strategy.engine.run_lifecycle import begin_run, ensure_group, note_settings, of_options, of_process, shown
+from smp_strategy.engine.lifecycle.crash_report import keep_short
+from smp_strategy.engine.lifecycle.run_lifecycle import (
+    begin_run,
+    ensure_group,
+    note_settings,
+    of_options,
+    of_process,
+    shown,
+)
+from smp_strategy.engine.updates.optimizer_steps import trains
 from smp_strategy.errors import ConfigError, DoorWords, SMPError, UnsupportedError
 from smp_strategy.integrations.sagemaker.run_state import (
     RunState,

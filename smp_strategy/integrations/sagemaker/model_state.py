@@ -4,7 +4,7 @@ SageMaker's scripts ask for a state dict on the ranks of one replica (``if smp.r
 over the ranks of a replica, each replica by itself. Where ranks of different replicas have different shards
 (``sharded_data_parallel_degree``, ``shard_optimizer_state``) it is gathered over all ranks, and all of them must ask.
 
-A part is an ordinary dict with a key ``_smp_is_partial`` (:mod:`smp_strategy.engine.portable_parts`).
+A part is an ordinary dict with a key ``_smp_is_partial`` (:mod:`smp_strategy.engine.saving.portable_parts`).
 
 Parts of a model: this rank's modules and parameters, and those of split layers, as SageMaker's queries name them.
 """
@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.portable_parts import model_part, optimizer_part, put_together, whole_model, whole_optimizer
+from smp_strategy.engine.saving.portable_parts import (
+    model_part,
+    optimizer_part,
+    put_together,
+    whole_model,
+    whole_optimizer,
+)
 from smp_strategy.integrations.sagemaker.run_state import current_run
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ so mp x rdp = pp x dp = N. As everywhere in this package the last stage is on th
 :func:`broadcast` is a message to each other rank of the group, which :func:`recv_from` receives.
 
 :func:`save` and :func:`load`: files of one rank each, with its place in their names. Checkpoints that any layout reads
-are those of :func:`~smp_strategy.engine.tagged_checkpoints.save_checkpoint`.
+are those of :func:`~smp_strategy.engine.saving.tagged_checkpoints.save_checkpoint`.
 """
 
 import os

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
 from smp_strategy.distributed.process_groups import new_subgroup
-from smp_strategy.engine.crash_report import has_crashed
 from smp_strategy.engine.degrees import shape_with
-from smp_strategy.engine.run_lifecycle import leave_at_exit
+from smp_strategy.engine.lifecycle.crash_report import has_crashed
+from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.pytree import flatten
 

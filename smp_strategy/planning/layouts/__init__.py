@@ -7,5 +7,5 @@ In reading order:
 * ``estimate``: seconds and bytes of a layout by category; a rough estimate of all layouts, and the planner's for the
   best.
 
-All functions work on plain data; :mod:`smp_strategy.engine.layout_planning` traces the model.
+All functions work on plain data; :mod:`smp_strategy.engine.commands.layout_planning` traces the model.
 """

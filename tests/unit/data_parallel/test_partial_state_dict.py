@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from smp_strategy.data_parallel.optimizer_state import mark_own_states
-from smp_strategy.engine.optimizer_steps import has_step_hooks
+from smp_strategy.engine.updates.optimizer_steps import has_step_hooks
 from smp_strategy.errors import UnsupportedError
 
 

@@ -13,7 +13,14 @@ from smp_strategy.distributed.rng_state import (
     restore,
     set_global_state,
 )
-from smp_strategy.engine.rank_generators import are_equal, exceptions_to_first, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.engine.saving.rank_generators import (
+    are_equal,
+    exceptions_to_first,
+    of_rank,
+    packed,
+    set_of_rank,
+    unpacked,
+)
 
 
 def draw():

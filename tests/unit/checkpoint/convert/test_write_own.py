@@ -11,7 +11,7 @@ from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.writers import Scratch, save_full, save_sharded
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.engine.checkpoint_content import split_checkpoint
+from smp_strategy.engine.saving.checkpoint_content import split_checkpoint
 
 
 @pytest.fixture

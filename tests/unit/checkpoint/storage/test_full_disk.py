@@ -13,7 +13,7 @@ from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.engine.saved_models import state_folders as folders
+from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.errors import CheckpointError
 
 MOST = 100_000  # bytes

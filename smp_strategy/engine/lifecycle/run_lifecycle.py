@@ -1,0 +1,141 @@
+"""Lifecycle of a run, at every door: it begins on all ranks with the same settings, and leaves no thread behind.
+
+A rank whose options come from another file, variable or branch trains on: replicas clip by other norms, stages cut
+other microbatches. So each door writes down what changes numbers or the number of steps, under the words in which the
+user has given it, and notes it for comparison (:mod:`smp_strategy.distributed.agreement.ledger`).
+"""
+
+import dataclasses
+import enum
+import gc
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import PurePath
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import failure
+from smp_strategy.distributed.agreement.ledger import Ledger
+from smp_strategy.distributed.agreement.topics import SETTINGS
+from smp_strategy.distributed.door_words import speak
+from smp_strategy.distributed.malloc import keep_freed_memory
+from smp_strategy.distributed.process_groups import carry_host_tensors
+from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.engine.lifecycle.first_meeting import init_method
+from smp_strategy.errors import DoorWords
+
+__all__ = [
+    "begin_run",
+    "ensure_group",
+    "leave_at_exit",
+    "note_settings",
+    "of_fields",
+    "of_options",
+    "of_process",
+    "shown",
+]
+
+# Variables of others that change numbers or steps. Those of this package are options, which are compared as such.
+_VARIABLES: Final = (
+    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_SPLIT_BATCHES"),
+    *("ACCELERATE_DISPATCH_BATCHES", "ACCELERATE_EVEN_BATCHES", "ACCELERATE_USE_SEEDABLE_SAMPLER", "PL_SEED_WORKERS"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
+_MOST_LETTERS: Final = 200
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, timedelta, PurePath)
+
+
+def shown(value: Any) -> str:
+    """Text of a setting; equal for equal settings in two processes. Of an object that is no plain value, its type."""
+    if isinstance(value, enum.Enum):
+        return shown(value.value)
+    if isinstance(value, _PLAIN):
+        text = str(value) if isinstance(value, (timedelta, PurePath)) else repr(value)
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{name!r}: {shown(value[name])}" for name in sorted(value, key=repr)) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    elif isinstance(value, (set, frozenset)):
+        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
+    else:
+        return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({zlib.crc32(text.encode()):08x})"
+
+
+def of_fields(source: Any, names: Iterable[str], title: str) -> dict[str, str]:
+    """Settings of the attributes ``names`` of ``source``, as far as it has them.
+
+    Args:
+        source: Object that holds them.
+        names: Names of attributes.
+        title: Name of a setting, with ``{}`` for that of the attribute: "`Trainer({})`".
+    """
+    return {title.format(name): shown(getattr(source, name)) for name in names if hasattr(source, name)}
+
+
+def of_options(config: SMPConfig, title: str) -> dict[str, str]:
+    """All options of this package; ``title`` as for :func:`of_fields`."""
+    # Rank 0 reads the file of the partition, which may be on its disk only.
+    names = [field.name for field in dataclasses.fields(config) if field.name != "partition_file"]
+    return of_fields(config, names, title)
+
+
+def of_process(*packages: str) -> dict[str, str]:
+    """Settings of this process that change numbers: versions, modes of torch, variables of the environment.
+
+    Args:
+        packages: Packages of the door, which all ranks have loaded.
+    """
+    loaded = {name: sys.modules.get(name) for name in ("smp_strategy", "torch", *packages)}
+    found = {f"the version of {name}": str(getattr(each, "__version__", None)) for name, each in loaded.items()}
+    found["`torch.get_default_dtype()`"] = shown(torch.get_default_dtype())
+    found["`torch.get_float32_matmul_precision()`"] = torch.get_float32_matmul_precision()
+    found["`torch.are_deterministic_algorithms_enabled()`"] = shown(torch.are_deterministic_algorithms_enabled())
+    return found | {f"the environment variable {name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def note_settings(settings: Mapping[str, str], ledger: Ledger | None = None) -> Ledger:
+    """Let the next comparison of the ledger that is returned include ``settings``; ``None``: a new one."""
+    return (ledger or Ledger()).note(SETTINGS, settings)
+
+
+def ensure_group(
+    device_type: str, backend: str, *, timeout: timedelta | None = None, is_launched: bool = False
+) -> None:
+    """Make the default process group if there is none. It carries tensors of the host in any case.
+
+    Without a launcher, which says which rank this is, this rank is the only one.
+    """
+    if not dist.is_initialized() and is_launched:
+        dist.init_process_group(backend, init_method=init_method(), timeout=timeout)
+    elif not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    carry_host_tensors(device_type)
+    if device_type == "cpu":
+        keep_freed_memory()
+
+
+def begin_run(words: DoorWords) -> None:
+    """Begin a run, on all ranks equally often: failures of earlier ones are over, and errors are in these ``words``."""
+    failure.begin_run()
+    speak(words)
+
+
+def leave_at_exit(close: Callable[[], bool]) -> None:
+    """Call the bound method ``close`` when the process ends; drop all process groups if it returns true.
+
+    See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`.
+    """
+    call_at_exit(close, then=_drop_groups)
+
+
+def _drop_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # objects of earlier runs may hold groups, too
