@@ -27,7 +27,9 @@ def trained(storage: Path, *arguments: str) -> tuple[dict[str, float], str]:
         command, env={**os.environ, **PATIENT}, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    # Ray's own processes may print something at the end.
+    report = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    return json.loads(report), done.stderr
 
 
 def weights(report):
