@@ -199,12 +199,13 @@ def _key(run: int) -> str:
     return f"{_FIRST}/{run}"
 
 
-def blame(error: Exception, suspects: Sequence[int] = ()) -> Exception:
+def blame(error: Exception, suspects: Sequence[int] = (), doing: str = "waiting for") -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 
     Args:
         error: Error that has arisen here.
         suspects: Ranks whose connection has broken, if it is that.
+        doing: What this rank did with them then.
 
     Returns:
         ``error`` itself if it arose on this rank; a :class:`PeerFailedError` with the error of another rank if this
@@ -215,11 +216,11 @@ def blame(error: Exception, suspects: Sequence[int] = ()) -> Exception:
     if not _is_broken_connection(error):
         publish_own(error)
         return error
-    search = StoreCall(lambda: _search(suspects))
+    search = StoreCall(lambda: _search(suspects, doing))
     return (search.get() or error) if search.within(_ANSWER_SECONDS) else error
 
 
-def _search(suspects: Sequence[int]) -> PeerFailedError | None:
+def _search(suspects: Sequence[int], doing: str) -> PeerFailedError | None:
     """Wait a moment for the first failure, which may be about to be published, or be the end of a suspect."""
     begun, lost = time.monotonic(), dict[PeerProcess, int | None]()
     with suppress(RuntimeError):  # the process that serves the store ends just now
@@ -233,7 +234,7 @@ def _search(suspects: Sequence[int]) -> PeerFailedError | None:
                     publish(store, process.rank, how_it_ended(process.pid, code))
             lost = lost if lost or waited > _CAUSE_SECONDS else codes
             if waited > _PATIENCE_SECONDS:
-                return _published(store, lost)
+                return _published(store, lost, doing)
             time.sleep(0.02)
     server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
     return PeerFailedError(
@@ -250,7 +251,7 @@ def _ended(store: dist.Store, suspects: Sequence[int]) -> dict[PeerProcess, int 
     return {process: code for process, code in codes.items() if code is None or -code not in _CONSEQUENCES}
 
 
-def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None]) -> PeerFailedError | None:
+def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None], doing: str) -> PeerFailedError | None:
     """Publish that processes ``lost``, with exit codes as far as known, have ended; ``None``: there are none."""
     if not lost:
         return None
@@ -258,7 +259,7 @@ def _published(store: dist.Store, lost: Mapping[PeerProcess, int | None]) -> Pee
     gone = f"its process ({process.pid}) has ended without a word, as one does that is killed. {_where_to_read()}"
     story = gone if code is None else how_it_ended(process.pid, code)
     if code == 0:
-        story = f"its process ({process.pid}) has ended with exit code 0, but other ranks wait for it."
+        story = f"its process ({process.pid}) has ended with exit code 0, while rank {dist.get_rank()} was {doing} it."
     publish(store, process.rank, story)
     return PeerFailedError(first_failure(store, current_run()) or f"rank {process.rank} failed first: {story}")
 
@@ -276,7 +277,7 @@ def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> N
     if isinstance(error, SMPError):
         raise error
     ranks = [ranks] if isinstance(ranks, int) else ranks
-    cause = blame(error, ranks)
+    cause = blame(error, ranks, doing)
     if cause is not error:
         raise cause from error
     several = len(ranks) > 1

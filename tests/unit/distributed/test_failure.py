@@ -171,7 +171,7 @@ os.kill(os.getpid(), 7) if "{kind}" == "bus" else os._exit(0 if "{kind}" == "end
             "rank 1 failed first: its process (PID) was killed by SIGBUS (signal 7), as the",
         ),
         ("code", "rank 1 failed first: its process (PID) ended with exit code 3."),
-        ("end", "rank 1 failed first: its process (PID) has ended with exit code 0, but other ranks wait for it."),
+        ("end", "rank 1 failed first: its process (PID) has ended with exit code 0, while rank 0 was waiting for it."),
         (
             "gone",
             "rank 1 failed first: its process (PID) has ended without a word, as one does that is killed.",
