@@ -16,7 +16,7 @@ from lightning_toy import on_ranks, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.checkpoint.storage import remote_commit
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.remote_path import place_of
+from smp_strategy.checkpoint.storage.remote_path import any_path
 from smp_strategy.checkpoint.storage.verify import problems_of
 
 SHARDED = {"state_dict_type": "sharded"}
@@ -99,12 +99,12 @@ def go_on(address, smp, epochs):
 
 def names(address):
     """Checkpoints at an address or in a folder."""
-    return sorted(each.name for each in place_of(address).iterdir() if each.suffix == ".ckpt")
+    return sorted(each.name for each in any_path(address).iterdir() if each.suffix == ".ckpt")
 
 
 def saves(address):
     """Folders of saves at an address."""
-    return {each.parent for each in (place_of(address) / remote_commit.FOLDER).rglob("*")}
+    return {each.parent for each in (any_path(address) / remote_commit.FOLDER).rglob("*")}
 
 
 def equal(one, other):

@@ -9,7 +9,7 @@ from smp_strategy.checkpoint.convert.readers import open_sharded, open_state, op
 from smp_strategy.checkpoint.convert.safetensors import INDEX_ENDING, open_safetensors
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
@@ -18,7 +18,7 @@ __all__ = ["located", "open_checkpoint"]
 
 
 def open_checkpoint(
-    path: Place,
+    path: AnyPath,
     *,
     weights_at: str | None = None,
     like: Mapping[str, Shape] | None = None,
@@ -55,7 +55,7 @@ def open_checkpoint(
     raise CheckpointError(_unknown(path))
 
 
-def located(path: Place) -> Place:
+def located(path: AnyPath) -> AnyPath:
     """``path`` itself, the newest checkpoint of a folder of tagged checkpoints, or the folder of a commit object.
 
     Raises:

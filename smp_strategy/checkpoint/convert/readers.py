@@ -22,7 +22,7 @@ from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, CheckpointKind
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
-from smp_strategy.checkpoint.storage.remote_path import Place
+from smp_strategy.checkpoint.storage.remote_path import AnyPath
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError
@@ -30,7 +30,7 @@ from smp_strategy.errors import CheckpointError
 __all__ = ["open_sharded", "open_torch_file", "read_dict", "open_state", "open_weights"]
 
 
-def open_sharded(path: Place, *, weights_at: str | None = None) -> CheckpointContents:
+def open_sharded(path: AnyPath, *, weights_at: str | None = None) -> CheckpointContents:
     """Open a folder; tensors are read later, and verified then if there are digests.
 
     Args:

@@ -36,7 +36,7 @@ from smp_strategy.checkpoint.storage.atomic_commit import Check, replacing, savi
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.checkpoint.storage.remote_path import Place
+from smp_strategy.checkpoint.storage.remote_path import AnyPath
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 
@@ -349,7 +349,7 @@ def save_full(
 
 def save_sharded(
     contents: CheckpointContents,
-    target: Place,
+    target: AnyPath,
     progress: Progress = lambda name: None,
     check: Check = check_replaceable,
 ) -> None:
@@ -369,7 +369,7 @@ def save_sharded(
         ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
 
 
-def _scratch(target: Place) -> Scratch:
+def _scratch(target: AnyPath) -> Scratch:
     if not isinstance(target, Path):
         return Scratch(Path(tempfile.gettempdir()))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ from typing import Final, overload
 from smp_strategy.checkpoint.storage import remote_commit
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.process_marks import MARK, is_known_alive, mark
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
 
 __all__ = [
@@ -79,7 +79,7 @@ _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix ne
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
-Check = Callable[[Place], None]
+Check = Callable[[AnyPath], None]
 
 
 def hidden_beside(target: Path) -> Path:
@@ -92,10 +92,10 @@ def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) ->
 
 
 @overload
-def begin(target: Place, *, is_folder: bool, check: Check = check_replaceable) -> Place: ...
+def begin(target: AnyPath, *, is_folder: bool, check: Check = check_replaceable) -> AnyPath: ...
 
 
-def begin(target: Place, *, is_folder: bool, check: Check = check_replaceable) -> Place:
+def begin(target: AnyPath, *, is_folder: bool, check: Check = check_replaceable) -> AnyPath:
     """Make an empty file or folder beside ``target``, to be filled and given to :func:`commit` or :func:`discard`.
 
     Missing parent folders are made. Entries that dead processes have left in the folder are deleted.
@@ -120,7 +120,7 @@ def begin(target: Place, *, is_folder: bool, check: Check = check_replaceable) -
     return staging
 
 
-def commit(staging: Place, target: Place, *, check: Check = check_replaceable) -> None:
+def commit(staging: AnyPath, target: AnyPath, *, check: Check = check_replaceable) -> None:
     """Replace ``target`` by ``staging``, which is gone then; all of it is synced to disk when this returns.
 
     Args:
@@ -172,7 +172,7 @@ def replacing(target: Path, *, is_folder: bool, check: Check = check_replaceable
             raise
 
 
-def discard(staging: Place) -> None:
+def discard(staging: AnyPath) -> None:
     """Delete the file or folder of :func:`begin`, if it is still there."""
     if isinstance(staging, RemotePath):
         remote_commit.discard(staging)
@@ -180,7 +180,7 @@ def discard(staging: Place) -> None:
         _delete(staging)
 
 
-def remove(target: Place) -> None:
+def remove(target: AnyPath) -> None:
     """Delete a file, a link or a folder atomically, and an older one that was moved aside for it."""
     if isinstance(target, RemotePath):
         remote_commit.remove(target)
@@ -228,7 +228,7 @@ def recover(target: Path) -> None:
             _sync_one(target.parent)
 
 
-def readable(target: Place) -> Place:
+def readable(target: AnyPath) -> AnyPath:
     """Call :func:`recover`, and return the file or folder to read: that of a commit object at an address."""
     if isinstance(target, RemotePath):
         return remote_commit.data_of(target) or target
@@ -236,7 +236,7 @@ def readable(target: Place) -> Place:
     return target
 
 
-def recover_all(folder: Place) -> None:
+def recover_all(folder: AnyPath) -> None:
     """Call :func:`recover` for everything that is missing in ``folder``, before it is listed."""
     if isinstance(folder, Path) and folder.is_dir():
         for each in list(folder.iterdir()):
@@ -404,7 +404,7 @@ BEFORE: Final = "checkpoints that were there before are untouched."
 
 
 @contextmanager
-def saving(target: Place) -> Iterator[None]:
+def saving(target: AnyPath) -> Iterator[None]:
     """Context in which an error of the disk becomes an error of saving ``target``; others stay as they are.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Final
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME as MANIFEST
 from smp_strategy.checkpoint.storage.manifest import FORMAT, Manifest
 from smp_strategy.checkpoint.storage.remote_commit import is_commit_object
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.config.special_paths import special_file
 from smp_strategy.errors import CheckpointError
 
@@ -100,12 +100,12 @@ _OLD_TORCH: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _MOST_NAMED: Final = 5
 
 
-def kind_of(path: Place) -> CheckpointKind:
+def kind_of(path: AnyPath) -> CheckpointKind:
     """The kind of ``path``, which must exist; links are followed."""
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
-def unreadable(path: Place, kind: CheckpointKind) -> str | None:
+def unreadable(path: AnyPath, kind: CheckpointKind) -> str | None:
     """The reason why a kind cannot be read as a checkpoint, with a remedy; ``None``: it can, or the kind is not
     known."""
     if isinstance(path, RemotePath) and kind is not CheckpointKind.SHARDED:
@@ -136,7 +136,7 @@ def foreign_entries(folder: Path) -> list[str]:
     return foreign
 
 
-def reason_to_keep(target: Place, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
+def reason_to_keep(target: AnyPath, *, is_kept: Callable[[str], bool] = lambda name: False) -> str | None:
     """The reason why a checkpoint must not replace ``target``; ``None``: it may.
 
     A link to a file may be replaced, since its target stays, and a file, since it is named. A folder would go with all
@@ -162,7 +162,7 @@ def reason_to_keep(target: Place, *, is_kept: Callable[[str], bool] = lambda nam
     return None
 
 
-def check_replaceable(target: Place) -> None:
+def check_replaceable(target: AnyPath) -> None:
     """Refuse to replace a folder that is not wholly a checkpoint, a device, a FIFO or a socket.
 
     Raises:
@@ -172,17 +172,17 @@ def check_replaceable(target: Place) -> None:
         raise CheckpointError(f"{target} is not replaced: {reason}. Give another name, or move that away.")
 
 
-def has_manifest(folder: Place) -> bool:
+def has_manifest(folder: AnyPath) -> bool:
     """Whether a folder has digests of ours, damaged ones included; other programs write files of that name, too."""
     is_there = (folder / MANIFEST).is_file()
     return is_there and (_kind_of_folder(folder) is not CheckpointKind.WEIGHTS or _listed(folder)[1])
 
 
-def _entries(folder: Place) -> list[str]:
+def _entries(folder: AnyPath) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
-def _listed(folder: Place) -> tuple[set[str], bool]:
+def _listed(folder: AnyPath) -> tuple[set[str], bool]:
     """File names in a manifest of ours, and whether there is a manifest of ours."""
     path = folder / MANIFEST
     try:
@@ -195,14 +195,14 @@ def _listed(folder: Place) -> tuple[set[str], bool]:
         return set(), FORMAT.encode() in data[:100]
 
 
-def _kind_of_folder(folder: Place) -> CheckpointKind:
+def _kind_of_folder(folder: AnyPath) -> CheckpointKind:
     names = _entries(folder)
     if not names:
         return CheckpointKind.EMPTY
     return next(_matching(folder, names), CheckpointKind.OTHER)
 
 
-def _matching(folder: Place, names: list[str]) -> Iterator[CheckpointKind]:
+def _matching(folder: AnyPath, names: list[str]) -> Iterator[CheckpointKind]:
     def has(pattern: str) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
 
@@ -228,7 +228,7 @@ def _matching(folder: Place, names: list[str]) -> Iterator[CheckpointKind]:
         yield CheckpointKind.SHARDED if "meta.pt" in listed else CheckpointKind.STATE
 
 
-def _kind_of_file(file: Place) -> CheckpointKind:
+def _kind_of_file(file: AnyPath) -> CheckpointKind:
     if isinstance(file, Path) and special_file(file):  # a read of a FIFO waits for a writer
         return CheckpointKind.OTHER
     with file.open("rb") as opened:
@@ -248,7 +248,7 @@ def _kind_of_file(file: Place) -> CheckpointKind:
     return CheckpointKind.SAFETENSORS if is_header else CheckpointKind.OTHER
 
 
-def _kind_of_archive(file: Place, start: bytes) -> CheckpointKind:
+def _kind_of_archive(file: AnyPath, start: bytes) -> CheckpointKind:
     """Kind of a zip archive. The table of a damaged one, which is at the end, may be missing or wrong: the first record
     tells, too."""
     length = int.from_bytes(start[26:28], "little")

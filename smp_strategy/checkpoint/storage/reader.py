@@ -25,7 +25,7 @@ from smp_strategy.checkpoint.storage.async_save import in_host_memory, raw
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
-from smp_strategy.checkpoint.storage.remote_path import Place, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, any_path
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice, RegionReader
 from smp_strategy.checkpoint.storage.verify import Opened, advice, is_sharded, opened, verify_whole
@@ -51,7 +51,7 @@ class CheckpointReader:
     paths: Mapping[str, Way]
     """Path to each in the nested state; the flat name where the writer has stored no path."""
 
-    def __init__(self, path: Place, directory: Place, found: Opened) -> None:
+    def __init__(self, path: AnyPath, directory: AnyPath, found: Opened) -> None:
         self._path, self._directory = path, directory
         self._contents, self._manifest, self._regions = found
         contents = found.contents
@@ -63,13 +63,13 @@ class CheckpointReader:
         self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
 
     @classmethod
-    def open(cls, path: Place | str) -> "CheckpointReader":
+    def open(cls, path: AnyPath | str) -> "CheckpointReader":
         """Open a folder; no values are read.
 
         Raises:
             CheckpointError: it is none, damaged, or hostile.
         """
-        path = place_of(path)
+        path = any_path(path)
         with _offering_another(path):
             directory = commit.readable(path)
             return cls(path, directory, opened(directory))
@@ -249,7 +249,7 @@ class _Loaded:
 
 
 @contextmanager
-def _offering_another(path: Place) -> Iterator[None]:
+def _offering_another(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except DamageError as error:

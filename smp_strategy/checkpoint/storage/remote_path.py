@@ -23,7 +23,7 @@ from fsspec.utils import get_protocol
 
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Place", "RemoteFile", "RemotePath", "local_path", "place_of"]
+__all__ = ["AnyPath", "RemoteFile", "RemotePath", "local_path", "any_path"]
 
 # Bytes that are read beyond those that are asked for: readers go through a file from its beginning.
 _READ_AHEAD: Final = 8 * 2**20
@@ -246,12 +246,12 @@ class RemoteFile:
         self._context.__exit__(None, None, None)
 
 
-Place = Path | RemotePath
+AnyPath = Path | RemotePath
 """A path of this machine, or of another storage."""
 
 
-def place_of(given: Any) -> Place:
-    """The place that a path or an address names."""
+def any_path(given: Any) -> AnyPath:
+    """What a path or an address names."""
     if isinstance(given, Path | RemotePath):
         return given
     text = str(given)
@@ -270,7 +270,7 @@ def local_path(given: Any, reason: str = _ONLY_LIGHTNING) -> Path:
     Raises:
         CheckpointError: it is an address.
     """
-    place = place_of(given)
+    place = any_path(given)
     if isinstance(place, RemotePath):
         raise CheckpointError(f"{place} is an address, {reason}")
     return place

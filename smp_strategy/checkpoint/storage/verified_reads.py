@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from smp_strategy.checkpoint.storage import manifest
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, PIECE, Manifest, Region, digest, pieces_of
-from smp_strategy.checkpoint.storage.remote_path import Place, RemoteFile
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemoteFile
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["DamageError", "FileSlice", "Files", "RegionReader", "Damage", "problems_of_files", "describe", "verify"]
@@ -32,7 +32,7 @@ class DamageError(CheckpointError):
 class Files:
     """Files of a folder, opened on demand; a context manager that closes them."""
 
-    def __init__(self, directory: Place) -> None:
+    def __init__(self, directory: AnyPath) -> None:
         self.directory = directory
         self._open: dict[str, LocalFile | RemoteFile] = {}
 
@@ -206,7 +206,7 @@ class Damage(NamedTuple):
         return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.what}"
 
 
-def problems_of_files(directory: Place) -> list[Damage] | None:
+def problems_of_files(directory: AnyPath) -> list[Damage] | None:
     """Compare all bytes of a sharded folder with its manifest; ``None`` if it has no manifest."""
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())

@@ -19,7 +19,7 @@ from smp_strategy.checkpoint.storage.dcp_metadata import DirectoryContents, Item
 from smp_strategy.checkpoint.storage.full_file_checksums import has_checksums, problems_of_bytes
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, has_manifest, kind_of
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath, any_path
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verified_reads import Damage, DamageError, Files, problems_of_files
 from smp_strategy.errors import CheckpointError
@@ -48,13 +48,13 @@ class Opened(NamedTuple):
     """Regions of the manifest by file and offset."""
 
 
-def is_sharded(path: Place | str) -> bool:
+def is_sharded(path: AnyPath | str) -> bool:
     """Whether ``path`` is a folder of PyTorch's distributed checkpoints, ours or another's."""
-    path = commit.readable(place_of(path))
+    path = commit.readable(any_path(path))
     return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
 
 
-def opened(path: Place) -> Opened:
+def opened(path: AnyPath) -> Opened:
     """Read the descriptions of a sharded folder, and compare them with the sizes of the files.
 
     Raises:
@@ -101,7 +101,7 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
         raise DamageError(f"{file} has changed since it was written.")
 
 
-def _check_locations(path: Place, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
+def _check_locations(path: AnyPath, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
     """Check that files have the expected sizes, and that ``.metadata`` and the manifest agree."""
     with Files(path) as files:
         for file, parts in found.files.items() if found else ():
@@ -124,7 +124,7 @@ def _check_agreement(name: str, location: ItemLocation, num_bytes: int, regions:
         raise DamageError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")
 
 
-def has_digests(path: Place) -> bool:
+def has_digests(path: AnyPath) -> bool:
     """Whether damage of a file or folder would be noticed."""
     if isinstance(path, RemotePath):
         path = commit.readable(path)
@@ -132,7 +132,7 @@ def has_digests(path: Place) -> bool:
     return has_manifest(path) if path.is_dir() else has_checksums(path)
 
 
-def problems_of(path: Place | str) -> list[Damage]:
+def problems_of(path: AnyPath | str) -> list[Damage]:
     """Read all of a checkpoint and compare it with its digests.
 
     Takes a full file, a sharded folder, or a folder of other files with a manifest
@@ -142,7 +142,7 @@ def problems_of(path: Place | str) -> list[Damage]:
     Raises:
         FileNotFoundError: there is nothing.
     """
-    path = commit.readable(place_of(path))
+    path = commit.readable(any_path(path))
     if isinstance(path, Path) and not path.is_dir():
         return problems_of_bytes(path) or _loaded(path)
     problems = problems_of_files(path)
@@ -163,7 +163,7 @@ def _loaded(path: Path) -> list[Damage]:
     return []
 
 
-def _opened(directory: Place) -> list[Damage]:
+def _opened(directory: AnyPath) -> list[Damage]:
     try:
         opened(directory)
     except CheckpointError as error:
@@ -175,14 +175,14 @@ _KINDS: Final = (CheckpointKind.TORCH_FILE, CheckpointKind.SHARDED, CheckpointKi
 _MOST_TRIED: Final = 10
 
 
-def previous(path: Place | str, *, quickly: bool = False) -> Place | None:
+def previous(path: AnyPath | str, *, quickly: bool = False) -> AnyPath | None:
     """The newest undamaged checkpoint beside ``path``, of any form that has digests; ``None`` if there is none.
 
     Args:
         path: The damaged checkpoint.
         quickly: Accept a checkpoint that looks complete, without reading all of it.
     """
-    for number, each in enumerate(each for each in _others(place_of(path)) if has_digests(each)):
+    for number, each in enumerate(each for each in _others(any_path(path)) if has_digests(each)):
         if number == _MOST_TRIED:
             break
         if _looks_whole(each) if quickly else not problems_of(each):
@@ -190,7 +190,7 @@ def previous(path: Place | str, *, quickly: bool = False) -> Place | None:
     return None
 
 
-def advice(path: Place | str, *, quickly: bool = False) -> str:
+def advice(path: AnyPath | str, *, quickly: bool = False) -> str:
     """A sentence that tells the user what to load instead of the damaged ``path``; for ``quickly`` see
     :func:`previous`."""
     found = previous(path, quickly=quickly)
@@ -198,16 +198,16 @@ def advice(path: Place | str, *, quickly: bool = False) -> str:
         return f"The newest other checkpoint beside it is {found}: `smp verify {found}` reads all of that one."
     if found is not None:
         return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
-    unknown = next((each for each in _others(place_of(path)) if not has_digests(each) and _looks_whole(each)), None)
+    unknown = next((each for each in _others(any_path(path)) if not has_digests(each) and _looks_whole(each)), None)
     if unknown is not None:
         return (
             f"No checkpoint beside it is known to be undamaged: the newest one, {unknown}, has no digests, so damage "
             "cannot be ruled out."
         )
-    return f"There is no undamaged checkpoint beside it in {place_of(path).parent}: restore it from a copy."
+    return f"There is no undamaged checkpoint beside it in {any_path(path).parent}: restore it from a copy."
 
 
-def _looks_whole(path: Place) -> bool:
+def _looks_whole(path: AnyPath) -> bool:
     try:
         if isinstance(path, RemotePath):
             return bool(opened(path))
@@ -220,7 +220,7 @@ def _looks_whole(path: Place) -> bool:
         return False
 
 
-def _others(damaged: Place) -> Iterator[Place]:
+def _others(damaged: AnyPath) -> Iterator[AnyPath]:
     """The other checkpoints in the same folder, newest first."""
     if not damaged.parent.is_dir():
         return
@@ -235,14 +235,14 @@ def _others(damaged: Place) -> Iterator[Place]:
     yield from (each for _, each in sorted(found, reverse=True))
 
 
-def _is_checkpoint(path: Place) -> bool:
+def _is_checkpoint(path: AnyPath) -> bool:
     try:
         return kind_of(path) in _KINDS
     except OSError:
         return False
 
 
-def _is_same(one: Place, other: Place) -> bool:
+def _is_same(one: AnyPath, other: AnyPath) -> bool:
     if isinstance(one, RemotePath) or isinstance(other, RemotePath):
         return one == other
     try:

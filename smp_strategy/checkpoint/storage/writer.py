@@ -26,7 +26,7 @@ from smp_strategy.checkpoint.storage.dcp_format import Envelopes, FlatState, che
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import DigestingFile, Manifest, Region, to_disk
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError, cause_of
@@ -238,7 +238,7 @@ class Prepared:
 
     def write(
         self,
-        target: Place,
+        target: AnyPath,
         *,
         rest: Mapping[str, Any] | None = None,
         note: Mapping[str, Any] | None = None,
@@ -272,7 +272,7 @@ class Prepared:
                 commit.discard(staging)
             self.let_go()
 
-    def _write_share(self, staging: Place) -> list[_Written]:
+    def _write_share(self, staging: AnyPath) -> list[_Written]:
         if self.failure is not None:
             raise self.failure
         share = self._plan.shares[self._ranks.rank]
@@ -291,7 +291,7 @@ class Prepared:
         return written
 
     def _describe(
-        self, staging: Place, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
+        self, staging: AnyPath, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
     ) -> None:
         files: dict[str, tuple[Region, ...]] = {}
         for rank, items in enumerate(written):
@@ -324,7 +324,7 @@ class Prepared:
         return DirectoryContents(tensors, objects, self._plan.paths, has_manifest=True)
 
 
-def _write_whole(path: Place, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
+def _write_whole(path: AnyPath, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
     """Write a file that is one region."""
     with _created(path) as raw_file:
         file = DigestingFile(raw_file)
@@ -334,7 +334,7 @@ def _write_whole(path: Place, write: Callable[[DigestingFile], Any]) -> tuple[Re
 
 
 @contextmanager
-def _created(path: Place) -> Iterator[BinaryIO]:
+def _created(path: AnyPath) -> Iterator[BinaryIO]:
     """New file, which is complete and synced to disk when the context ends."""
     if isinstance(path, RemotePath):
         with path.open("wb") as file:

@@ -32,7 +32,7 @@ from smp_strategy.checkpoint.convert.writers import (
 )
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable, foreign_entries, reason_to_keep
-from smp_strategy.checkpoint.storage.remote_path import Place, RemotePath, local_path, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath, any_path, local_path
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError, printable
 
@@ -42,7 +42,7 @@ __all__ = ["run", "check_output", "num_entries", "on_this_machine", "show_progre
 def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
     (target, check), dtype = check_output(given), _dtype(given.dtype)
-    contents = open_checkpoint(place_of(given.checkpoint), weights_at=given.weights)
+    contents = open_checkpoint(any_path(given.checkpoint), weights_at=given.weights)
     is_all = given.hf is None and given.form != "safetensors"
     merged = _merge(contents, given, is_all=is_all)
     with show_progress(num_entries(contents) if is_all else len(contents.weights), is_quiet=given.quiet) as progress:
@@ -87,7 +87,7 @@ def _merge(contents: CheckpointContents, given: Namespace, *, is_all: bool) -> l
 
 def _save(
     contents: CheckpointContents,
-    target: Place,
+    target: AnyPath,
     given: Namespace,
     dtype: torch.dtype | None,
     progress: Progress,
@@ -124,15 +124,15 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
-def check_output(given: Namespace) -> tuple[Place, Check]:
+def check_output(given: Namespace) -> tuple[AnyPath, Check]:
     """Path of the output, and the check to repeat just before it is replaced, maybe hours later.
 
     Raises:
         CheckpointError: an existing path must not be replaced, or is part of the input.
     """
-    source, target, hugging_face = place_of(given.checkpoint), place_of(given.out), getattr(given, "hf", None)
+    source, target, hugging_face = any_path(given.checkpoint), any_path(given.out), getattr(given, "hf", None)
 
-    def check(place: Place) -> None:
+    def check(place: AnyPath) -> None:
         if isinstance(place, Path) and os.path.lexists(place):
             _check_there(place, source, hugging_face, overwrite=given.overwrite)
         elif isinstance(place, RemotePath) and place.exists():
@@ -144,7 +144,7 @@ def check_output(given: Namespace) -> tuple[Place, Check]:
     return target, check
 
 
-def on_this_machine(target: Place) -> Path:
+def on_this_machine(target: AnyPath) -> Path:
     """``target``, which must not be an address.
 
     Raises:
@@ -153,7 +153,7 @@ def on_this_machine(target: Place) -> Path:
     return local_path(target, "and only --form sharded is written to one. Give a path of this machine, and copy that.")
 
 
-def _check_object(target: RemotePath, source: Place, *, overwrite: bool) -> None:
+def _check_object(target: RemotePath, source: AnyPath, *, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target} is there already. Give another name, or --overwrite.")
     if target == source:
@@ -161,7 +161,7 @@ def _check_object(target: RemotePath, source: Place, *, overwrite: bool) -> None
     check_replaceable(target)
 
 
-def _check_there(target: Path, source: Place, hugging_face: str | None, *, overwrite: bool) -> None:
+def _check_there(target: Path, source: AnyPath, hugging_face: str | None, *, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target} is there already. Give another name, or --overwrite.")
     if isinstance(source, Path):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
-from smp_strategy.checkpoint.storage.remote_path import Place, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, any_path
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
 from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.errors import printable
@@ -26,7 +26,7 @@ _WIDTH = 1000  # names are not truncated
 
 def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
-    path = place_of(given.checkpoint)
+    path = any_path(given.checkpoint)
     contents = open_checkpoint(path, weights_at=given.weights, verify=False)
     found = summary(contents, path)
     status = 0
@@ -103,7 +103,7 @@ def _group_table(groups: list[dict[str, Any]]) -> Table:
     return table
 
 
-def summary(contents: CheckpointContents, path: Place) -> dict[str, Any]:
+def summary(contents: CheckpointContents, path: AnyPath) -> dict[str, Any]:
     """JSON-compatible summary of ``contents``, which were opened from ``path``.
 
     Returns:

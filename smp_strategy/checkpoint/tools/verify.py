@@ -8,7 +8,7 @@ from typing import Final
 from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
 from smp_strategy.checkpoint.storage.full_file_checksums import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, kind_of, unreadable
-from smp_strategy.checkpoint.storage.remote_path import Place, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, any_path
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import advice, has_digests, problems_of
 from smp_strategy.config.sizes import show_count
@@ -26,14 +26,14 @@ def run(given: Namespace) -> int:
     """Run the command; returns its exit status."""
     statuses = set()
     for name in given.checkpoints:
-        status, problems = verdict(place_of(name))
+        status, problems = verdict(any_path(name))
         statuses.add(status)
-        line = f"{name}: {VERDICTS[status]}{said(place_of(name), status, problems)}"
+        line = f"{name}: {VERDICTS[status]}{said(any_path(name), status, problems)}"
         print(printable(line, lines=False), flush=True)
     return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
 
 
-def said(path: Place, status: int, problems: list[str]) -> str:
+def said(path: AnyPath, status: int, problems: list[str]) -> str:
     """The problems in one line, and what to load instead of a damaged checkpoint."""
     if not problems:
         return ""
@@ -42,7 +42,7 @@ def said(path: Place, status: int, problems: list[str]) -> str:
     return f": {line}. {advice(path)}" if status == _DAMAGED else f": {line}."
 
 
-def verdict(path: Place) -> tuple[int, list[str]]:
+def verdict(path: AnyPath) -> tuple[int, list[str]]:
     """Index of :data:`VERDICTS` for a checkpoint, and its problems."""
     try:
         place = located(path)

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias, final
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.full_file import write_full
-from smp_strategy.checkpoint.storage.remote_path import Place, local_path, place_of
+from smp_strategy.checkpoint.storage.remote_path import AnyPath, any_path, local_path
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.saving.checkpointing import SavedState
 
 __all__ = ["AsyncSaves"]
 
-Target: TypeAlias = Place | os.PathLike[str] | str
+Target: TypeAlias = AnyPath | os.PathLike[str] | str
 """Path or address of a checkpoint."""
 
 
@@ -38,7 +38,7 @@ class AsyncSaves:
         self._background = BackgroundSave()
         self.in_background = in_background
         # Whether each path will exist after all deferred actions.
-        self._foreseen: dict[Place, bool] = {}
+        self._foreseen: dict[AnyPath, bool] = {}
         self._announcements: list[Callable[[], None]] = []
 
     def save(self, path: Target, write: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class AsyncSaves:
     ) -> None:
         """Write a directory; ``rest``, which global rank 0 writes, must not change any more. Collective."""
         self.wait()
-        place, prepared = place_of(path), saved.prepared(state, copy=self.in_background)
+        place, prepared = any_path(path), saved.prepared(state, copy=self.in_background)
         self.save(place, lambda: prepared.write(place, rest=rest, note=note))
 
     def remove(self, path: Target, how: Callable[[], None] | None = None) -> None:
@@ -70,11 +70,11 @@ class AsyncSaves:
             path: the checkpoint.
             how: removes it instead, e.g. the user's ``CheckpointIO``.
         """
-        self._later(how or (lambda: commit.remove(place_of(path))), path, leaves=False)
+        self._later(how or (lambda: commit.remove(any_path(path))), path, leaves=False)
 
     def link(self, target: Target, link: Target) -> None:
         """Point ``link`` to the checkpoint ``target`` after the save in flight; local paths. On a single rank."""
-        there, place = place_of(target), place_of(link)
+        there, place = any_path(target), any_path(link)
         assert isinstance(there, Path), "local files only are linked"
         assert isinstance(place, Path)
         if _absolute(there) != _absolute(place):
@@ -87,7 +87,7 @@ class AsyncSaves:
 
     def exists(self, path: Target) -> bool:
         """Whether ``path`` will exist after all deferred actions."""
-        return self._foreseen.get(_absolute(path), place_of(path).exists())
+        return self._foreseen.get(_absolute(path), any_path(path).exists())
 
     def check(self) -> None:
         """Raise the error of a failed save, or make the announcements of a completed one."""
@@ -143,8 +143,8 @@ class AsyncSaves:
             tell()
 
 
-def _absolute(target: Target) -> Place:
-    path = place_of(target)
+def _absolute(target: Target) -> AnyPath:
+    path = any_path(target)
     if not isinstance(path, Path):
         return path
     return Path(os.path.abspath(path))  # not `resolve`, which would follow links

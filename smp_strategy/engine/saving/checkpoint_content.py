@@ -29,7 +29,7 @@ from smp_strategy.checkpoint.storage.full_file import read_full
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, with_aliases
 from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, kind_of, unreadable
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
-from smp_strategy.checkpoint.storage.remote_path import RemotePath, place_of
+from smp_strategy.checkpoint.storage.remote_path import RemotePath, any_path
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError
@@ -69,7 +69,7 @@ def read_checkpoint(
     Raises:
         CheckpointError: it is damaged, or contains objects that are not allowed.
     """
-    place = place_of(path)
+    place = any_path(path)
     with allowing_plain_values():
         if is_sharded(place):
             directory = CheckpointReader.open(place)
@@ -148,17 +148,17 @@ def _join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, An
 
 def recover_folder(folder: Any) -> None:
     """Put back checkpoints in ``folder``, a path or an address, that an interrupted save has moved aside."""
-    commit.recover_all(place_of(folder))
+    commit.recover_all(any_path(folder))
 
 
 def is_path(place: Any) -> bool:
     """Whether ``place`` is a path on a disk, and no address."""
-    return isinstance(place_of(place), Path)
+    return isinstance(any_path(place), Path)
 
 
 def named_in(folder: str, name: str, suffix: str) -> set[str]:
     """Addresses in ``folder``, an address, that begin with ``name`` and have this ``suffix``."""
-    place = place_of(folder)
+    place = any_path(folder)
     there = place.iterdir() if place.exists() else ()
     return {str(each) for each in there if each.name.startswith(name) and each.suffix == suffix}
 

@@ -12,7 +12,7 @@ from smp_strategy.checkpoint.storage import atomic_commit as commits
 from smp_strategy.checkpoint.storage import remote_commit
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
-from smp_strategy.checkpoint.storage.remote_path import RemotePath, place_of
+from smp_strategy.checkpoint.storage.remote_path import RemotePath, any_path
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.cli import main
@@ -25,12 +25,12 @@ DEAD = remote_commit.mark().replace(f"-{os.getpid()}-", "-4194305-") + "-1"  # n
 @pytest.fixture
 def folder(tmp_path):
     """Files as a file system of fsspec that is not this machine's: other processes see them, too."""
-    return place_of(f"local://{tmp_path}/folder")
+    return any_path(f"local://{tmp_path}/folder")
 
 
 @pytest.fixture
 def memory():
-    yield place_of("memory://run")
+    yield any_path("memory://run")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
@@ -248,11 +248,11 @@ def test_the_commands_say_what_they_do_not_do_at_addresses(memory, tmp_path, cap
 def test_a_missing_package_and_an_unknown_protocol_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(CheckpointError, match=r"s3://bucket/x.ckpt needs a package .*: pip install s3fs"):
-        place_of("s3://bucket/x.ckpt").exists()
+        any_path("s3://bucket/x.ckpt").exists()
     with pytest.raises(CheckpointError, match=r"none://x.ckpt is no address that fsspec knows"):
-        place_of("none://x.ckpt").exists()
+        any_path("none://x.ckpt").exists()
 
 
 def test_paths_of_this_machine_stay_paths(tmp_path):
-    assert place_of(f"file://{tmp_path}/x.ckpt") == place_of(f"{tmp_path}/x.ckpt") == tmp_path / "x.ckpt"
-    assert place_of(tmp_path / "a::b") == tmp_path / "a::b"
+    assert any_path(f"file://{tmp_path}/x.ckpt") == any_path(f"{tmp_path}/x.ckpt") == tmp_path / "x.ckpt"
+    assert any_path(tmp_path / "a::b") == tmp_path / "a::b"
