@@ -40,7 +40,7 @@ from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.engine.take_holdings import take_holdings
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
-from smp_strategy.pipeline.shared_tensors.weight_operations import UnitTensor
+from smp_strategy.pipeline.shared_tensors.weight_operations import UnitTensor, has_teacher
 from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.master_weights import Fp32Gradients
@@ -131,16 +131,15 @@ class LocalModel:
     def unit_tensors(self) -> Mapping[int, UnitTensor]:
         """Tensors of units that lie on one stage each, by id, if a step may begin to write to them later.
 
-        Nothing trains some unit then, a teacher for instance, and the weights are neither in shards nor in parts.
+        There is a teacher then: a unit that nothing trains and that is like one that is trained. The weights are
+        neither in shards nor in parts.
         """
         ownership, mesh = self.holdings.ownership, self._mesh
         groups = [group for optimizer in self._tried for group in optimizer.param_groups]
         trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
         if not groups:
             trained = {id(each) for each in self._module.parameters() if each.requires_grad}
-        members = [list(unit.module.parameters()) for unit in ownership.units]
-        is_followed = any(each and not any(id(p) in trained for p in each) for each in members)
-        if not is_followed or mesh.pp == 1 or mesh.tp > 1 or mesh.shard_group is not None:
+        if mesh.pp == 1 or mesh.tp > 1 or mesh.shard_group is not None or not has_teacher(ownership.units, trained):
             return {}
         residents = [(tensor, home) for _, tensor, home in ownership.residents() if len(home.holders) == 1]
         return {id(tensor): UnitTensor(tensor, home, id(tensor) in trained) for tensor, home in residents}

@@ -2,12 +2,14 @@
 
 The dry run of a step tells which weights the glue computes with, and every stage holds these. But a step may begin to
 do so later, when ranks have freed the weights of other stages, and then it may write to some stages' weights before
-another stage can refuse. So where a model has units that nothing trains, all stages see such an operation before any of
-them carries it out. It becomes an event of the program: it runs where the weight is that it writes to, and operands are
-sent there like other values.
+another stage can refuse. So where a model has a teacher, all stages see such an operation before any of them carries it
+out. It becomes an event of the program: it runs where the weight is that it writes to, and operands are sent there like
+other values.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import product
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -19,12 +21,13 @@ from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS
 from smp_strategy.model.ownership import HomeStages, home_of
 from smp_strategy.model.trace.pytree import flatten_call, leaves_of, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.placed_ops import operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.shared_tensors.glue_parameters import GlueOperations
 
-__all__ = ["UnitTensor", "WeightOperations", "changed_by", "trained_weights_written"]
+__all__ = ["UnitTensor", "WeightOperations", "changed_by", "has_teacher", "trained_weights_written"]
 
 _DATA: Final[Any] = Tensor.data
 _DETACHED: Final = frozenset({_DATA.__get__, Tensor.detach, torch.detach})
@@ -38,6 +41,37 @@ class UnitTensor(NamedTuple):
     home: HomeStages
     is_trained: bool
     """Whether an optimizer changes it."""
+
+
+def has_teacher(units: Iterable[Unit], trained: Collection[int]) -> bool:
+    """Whether a unit that nothing trains has the sizes, and but for names above it the path, of one that is trained.
+
+    ``teacher.blocks.3`` may follow ``student.blocks.3``; ``blocks.3`` is frozen beside ``blocks.7``.
+
+    Args:
+        units: Units of the model.
+        trained: Ids of the parameters that an optimizer trains.
+    """
+    frozen, learning = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
+    for unit in units:
+        parameters = list(unit.module.parameters())
+        into = learning if any(id(each) in trained for each in parameters) else frozen
+        into[tuple(tuple(each.size()) for each in parameters)].append(unit.name)
+    return any(
+        _are_counterparts(name, other)
+        for sizes, names in frozen.items()
+        if sizes and sizes in learning
+        for name, other in product(names, learning[sizes])
+    )
+
+
+def _are_counterparts(name: str, other: str) -> bool:
+    """Whether two paths differ in names of attributes only, not in numbers of layers."""
+    one, two = name.split("."), other.split(".")
+    for end in (-1, 0):
+        while one and two and one[end] == two[end]:
+            del one[end], two[end]
+    return not any(part.isdigit() for part in (*one, *two))
 
 
 def changed_by(name: str, args: Any, kwargs: Any) -> Any:
