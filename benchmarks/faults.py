@@ -167,6 +167,7 @@ def strike(place: str, number: int) -> bool:
     if place != where or number != STEP or rank not in (None, this):
         return False
     if seconds:
+        os.environ["FAULT"] = json.dumps([kind, -1, where, 0.0])  # once, though every microbatch comes here
         timer = threading.Timer(seconds, harm, [kind])
         timer.daemon = True
         timer.start()
