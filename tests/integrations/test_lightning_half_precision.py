@@ -20,7 +20,7 @@ SHARDED = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "bf
 LAYOUTS = {
     "2 stages": (2, {**ALONE, "pipeline_parallel_degree": 2}),
     "2 shards": (2, SHARDED),
-    "2 shards of 2 stages": (4, {**SHARDED, "pipeline_parallel_degree": 2}),
+    "2 shards of 2 stages": (4, {**SHARDED, "pipeline_parallel_degree": 2, "microbatches": 1}),
     "state of 2 replicas": (2, {"pipeline_parallel_degree": 1, "shard_optimizer_state": True, "bf16": True}),
 }
 NAMES = sorted(CASES.keys() - {"mixed precision"})
