@@ -13,7 +13,7 @@ With replicas and shards, each rank is compared with a plain loop over its own m
 together are compared with one plain loop; with split layers, a rank has the operations of the plain loop and its own
 share of the bytes.
 
-What ranks exchange is not work that a single process has. Operations that the package itself calls for it are counted
+Messages between ranks are no work of a single process. Operations that the package itself calls for it are counted
 apart, by the place of the call: *messages* are sums of what has arrived and copies between a tensor and the memory of a
 message, which a peer leaves to its backend, and *packing* are copies between parameters or gradients and the flat
 buffers that are sent, which peers have as well. The peers are DDP and FSDP2 of PyTorch in the same layout, counted

@@ -60,7 +60,7 @@ class Start(NamedTuple):
 
 
 class Phases:
-    """How much each phase takes; an inner phase does not count in the outer one.
+    """Cost of each phase, without that of phases inside of it.
 
     Args:
         clock: Returns how much has been spent so far.

@@ -179,7 +179,7 @@ class ProcessMesh:
             self._saving_groups[use] = new_group(backend="gloo", timeout=self._timeout)
         return self._saving_groups[use]
 
-    # What ranks along an axis exchange
+    # Values along an axis
 
     def told_by_stage(self, value: T, stage: int, doing: str) -> T:
         """The ``value`` that ``stage`` has, on all stages of this replica. Collective over them."""

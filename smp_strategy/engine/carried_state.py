@@ -119,7 +119,7 @@ class Rehearsals:
     def _rewritten_weights(self) -> tuple[str, ...]:
         """Names of the weights that their own units write to, which backwards of earlier microbatches may need.
 
-        Those of rescaled tables do not.
+        Rescaled tables are left out: no backward needs their earlier values.
         """
         rescaled = {id(table) for table in rescaled_tables(self.inputs.units)}
         names = self.inputs.shape_inference.rewritten

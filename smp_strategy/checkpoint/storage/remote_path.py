@@ -251,7 +251,7 @@ AnyPath = Path | RemotePath
 
 
 def any_path(given: Any) -> AnyPath:
-    """What a path or an address names."""
+    """The path of this machine, or of another storage, that ``given`` names."""
     if isinstance(given, Path | RemotePath):
         return given
     text = str(given)

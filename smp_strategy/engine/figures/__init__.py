@@ -1,4 +1,4 @@
-"""What an engine tells: its plan, the figures of its steps, and what to know about the numbers.
+"""Reports of an engine: its plan, the figures of its steps, and notes on numbers that microbatches change.
 
 * ``inspection``: reports on demand.
 * ``startup_report``, ``first_step_report``: once at the start, and at the end of the first training step.
