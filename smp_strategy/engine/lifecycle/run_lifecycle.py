@@ -28,7 +28,7 @@ from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.process_groups import carry_host_tensors
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.lifecycle.first_meeting import init_method
-from smp_strategy.errors import DoorWords
+from smp_strategy.errors import ConfigError, DoorWords
 
 __all__ = [
     "begin_run",
@@ -111,14 +111,29 @@ def ensure_group(
     """Make the default process group if there is none. It carries tensors of the host in any case.
 
     Without a launcher, which says which rank this is, this rank is the only one.
+
+    Raises:
+        ConfigError: a variable of the launcher is missing, or no number.
     """
     if not dist.is_initialized() and is_launched:
+        _check_launcher()
         dist.init_process_group(backend, init_method=init_method(), timeout=timeout)
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     carry_host_tensors(device_type)
     if device_type == "cpu":
         keep_freed_memory()
+
+
+def _check_launcher() -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name)
+        if text is None or not text.strip().isdecimal():
+            found = "is not set" if text is None else f"is {text!r}"
+            raise ConfigError(
+                f"The environment variable {name} must be a whole number, but {found}. Start the ranks by a launcher, "
+                "which sets it (`torchrun --nproc-per-node 2 script.py`), or take RANK out for a single rank."
+            )
 
 
 def begin_run(words: DoorWords) -> None:
