@@ -2,9 +2,10 @@
 
 import json
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from smp_strategy.distributed import deadlock as watch
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
 from smp_strategy.pipeline import recorder
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.reports.timeline import clocks
 from smp_strategy.reports.timeline.timeline import Timeline
 from smp_strategy.testing import run_ranks
@@ -32,8 +34,11 @@ class Slow(Block):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if type(x) is Tensor:
-            time.sleep(SECONDS_OF_WORK)
+            self.work()
         return x + self.mlp(self.norm(x))
+
+    def work(self) -> None:
+        time.sleep(SECONDS_OF_WORK)
 
 
 def chain(net: Net, x: Tensor) -> Tensor:
@@ -114,14 +119,39 @@ def test_all_ranks_know_when_each_stage_did_each_action_of_its_plan(pp, pipeline
     assert_possible(timeline, 0.0)
 
 
-def test_waiting_is_told_from_work():
-    timeline = run_ranks(recorded, 4, 4, {"pipeline": "1f1b"})[0]
+def held_up(pp: int, waiting: int, working: int, waits: Path) -> Timeline:
+    """The first block on stage ``working`` goes on for a while from when stage ``waiting`` waits: a file says that."""
+    net = slow_net()
+    engine = engine_for(net, pp, pipeline="1f1b")
+    train(engine, net, 1)
+
+    def wait(transport: Transport, receipts: Any) -> Any:
+        waits.touch()
+        return waiting_for(transport, receipts)
+
+    def work(block: Slow) -> None:
+        while not waits.exists():
+            time.sleep(0.001)
+        time.sleep(SECONDS_OF_WORK)
+
+    waiting_for, stage = Transport.waiting_for, engine.mesh.stage
+    with ExitStack() as patched:
+        if stage == waiting:
+            patched.enter_context(mock.patch.object(Transport, "waiting_for", wait))
+        if stage == working:
+            patched.enter_context(mock.patch.object(Slow, "work", work))
+        train(engine, net, 1)
+        return engine.inspection.timeline()
+
+
+@pytest.mark.parametrize(("waiting", "action", "working"), [(3, "F0", 0), (0, "B0", 3)])
+def test_waiting_is_told_from_work(waiting, action, working, tmp_path):
+    timeline = run_ranks(held_up, 4, 4, waiting, working, tmp_path / "waits")[0]
     forwards = [span for stage in timeline.stages for span in stage.spans if span.action.kind == "F"]
-    assert all(span.work > 0.9 * SECONDS_OF_WORK for span in forwards)
-    first, last = timeline.comparison.stage(0), timeline.comparison.stage(3)
-    assert first.waiting > 2 * SECONDS_OF_WORK, "the first stage waits until the first gradient has come all the way"
-    assert timeline.stages[3].spans[0].waited > 2 * SECONDS_OF_WORK
-    assert last.work > 4 * SECONDS_OF_WORK
+    assert all(span.work >= SECONDS_OF_WORK for span in forwards)
+    [waited] = [span.waited for span in timeline.stages[waiting].spans if str(span.action) == action]
+    assert timeline.comparison.stage(waiting).waiting >= waited >= SECONDS_OF_WORK
+    assert all(timeline.comparison.stage(stage).work >= 4 * SECONDS_OF_WORK for stage in range(4))
 
 
 @pytest.mark.parametrize("pp", [2, 4])
