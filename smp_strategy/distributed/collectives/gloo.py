@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smp_strategy.distributed.background_wait import Relay
 from smp_strategy.distributed.collectives import direct
-from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
+from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives, Tags
 from smp_strategy.distributed.collectives.interleaved import Interleaved
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.shared_memory_hop import SharedMemoryHop
@@ -52,7 +52,8 @@ __all__ = ["HierarchicalAllReduces", "AllReduces", "GlooCollectives"]
 # **Several at a time.** A buffer is not cut into chunks, because the hops of several buffers overlap. Hop 2 of one
 # all-reduce must not wait until hop 3 of the one before is over: the link would be idle. So each hop after the first
 # has a relay thread of its own, which does that hop of all all-reduces in their order. A hop waits only for earlier
-# hops and for the same hop of earlier all-reduces, hence some hop can always be done.
+# hops and for the same hop of earlier all-reduces, hence some hop can always be done. (One thread for all of them
+# could wait for a hop that another rank does after one for which that rank waits for this one.)
 
 
 @final
@@ -66,55 +67,49 @@ class HierarchicalAllReduces:
 
     def __init__(self, messages: Messages, per_node: int) -> None:
         self._rank, self._size = messages.rank, messages.size
-        self._sums_of_node, self._sums, self._forwarded = Relay(), Relay(), Relay()
-        self._hops = HierarchicalCollectives(messages, per_node, self._forwarded, most_chunks=1)
+        self._relays = Relay(), Relay(), Relay()
+        self._hops = HierarchicalCollectives(messages, per_node, self._relays[-1], most_chunks=1)
 
     def start(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Handle[object]:
         """Sum the ranks' ``tensor`` in place, once everything in ``after`` is over."""
-        whole = self._in_equal_parts(tensor, after)
-        parts = whole.chunk(self._size) if whole.numel() else (whole,) * self._size
-        mine = torch.empty_like(parts[self._rank])
-        of_reduction, of_gather = self._hops.new_tags_for(mine), self._hops.new_tags_for(mine)
-
-        def begin_reduce() -> Callable[[], None]:
-            wait_for(after)
-            pass_on, finish = self._hops.begin_reduce(parts, mine, of_reduction, is_first=True)
-            pass_on()
-            return finish
-
-        def begin_gather() -> tuple[Callable[[], None], Callable[[], None]]:
-            summed_in_node.wait()()
-            parts[self._rank].copy_(mine)
-            return self._hops.begin_gather(parts, mine, of_gather)
-
-        def forward() -> Callable[[], None]:
-            pass_on, finish = summed.wait()
-            pass_on()
-            return finish
-
-        summed_in_node = self._sums_of_node.submit(begin_reduce)
-        summed = self._sums.submit(begin_gather)
-        forwarded = self._forwarded.submit(forward)
-
-        def finish() -> None:
-            forwarded.wait()()
-            if whole is not tensor:
-                tensor.copy_(whole[: tensor.numel()])
-
-        return Handle(finish)
+        # All ranks take their tags in the order of these calls.
+        steps = self._steps(tensor, after, self._hops.new_tags_for(tensor), self._hops.new_tags_for(tensor))
+        done: Handle[object] = Handle(lambda: None)
+        for relay in self._relays:
+            done = relay.submit(partial(_next_after, done, steps))
+        return done.then(lambda _: next(steps, None))
 
     def close(self) -> None:
         """End the threads."""
-        for relay in (self._sums_of_node, self._sums, self._forwarded):
+        for relay in self._relays:
             relay.close()
 
-    def _in_equal_parts(self, tensor: Tensor, after: Sequence[Handle[object]]) -> Tensor:
-        """``tensor`` itself, or a copy with zeros behind it if its elements cannot be dealt out equally."""
-        lacking = -tensor.numel() % self._size
-        if not lacking:
-            return tensor
+    def _steps(self, tensor: Tensor, after: Sequence[Handle[object]], down: Tags, up: Tags) -> Iterator[None]:
         wait_for(after)
-        return torch.cat([tensor, tensor.new_zeros(lacking)])
+        lacking = -tensor.numel() % self._size
+        # Equal parts, if need be of a copy with zeros at its end.
+        whole = torch.cat([tensor, tensor.new_zeros(lacking)]) if lacking else tensor
+        parts = whole.chunk(self._size) if whole.numel() else (whole,) * self._size
+        mine = torch.empty_like(parts[self._rank])
+        reduction = self._hops.reduce_steps(parts, mine, down, is_first=True)
+        next(reduction)
+        next(reduction)
+        yield
+        next(reduction, None)
+        parts[self._rank].copy_(mine)
+        gathering = self._hops.gather_steps(parts, mine, up)
+        next(gathering)
+        yield
+        next(gathering)
+        yield
+        next(gathering, None)
+        if lacking:
+            tensor.copy_(whole[: tensor.numel()])
+
+
+def _next_after(before: Handle[object], steps: Iterator[None]) -> None:
+    before.wait()
+    next(steps)
 
 
 # --- all-reduce ------------------------------------------------------------------------------------------------------
@@ -169,6 +164,9 @@ class AllReduces:
         yield
         passed_on.wait()
 
+    def close(self) -> None:
+        """Leave the thread to its owner."""
+
 
 # --- gloo ------------------------------------------------------------------------------------------------------------
 
@@ -203,14 +201,14 @@ class GlooCollectives:
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
-        self._all_reduces = AllReduces(self._messages, self._relay)
-        self._two_hops, self._all_reduces_in_hops = None, None
+        self._all_reduces: AllReduces | HierarchicalAllReduces = AllReduces(self._messages, self._relay)
+        self._two_hops = None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
             self._two_hops = HierarchicalCollectives(
                 self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
             )
-            self._all_reduces_in_hops = HierarchicalAllReduces(self._messages, per_node)
+            self._all_reduces = HierarchicalAllReduces(self._messages, per_node)
 
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.gather`."""
@@ -256,16 +254,14 @@ class GlooCollectives:
     def all_reduce(self, tensor: Tensor, after: Sequence[Handle[object]] = ()) -> Handle[object]:
         """See :meth:`Collectives.all_reduce`."""
         meeting = self._messages.meeting("sums of gradients")
-        all_reduces = self._all_reduces_in_hops or self._all_reduces
-        return meeting.work(all_reduces.start(tensor, after).wait)
+        return meeting.work(self._all_reduces.start(tensor, after).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
         if self._shared is not None:
             self._shared.close()
-        if self._all_reduces_in_hops is not None:
-            self._all_reduces_in_hops.close()
+        self._all_reduces.close()
 
     def _start(
         self, start: Callable[[], Handle[object]], after: Sequence[Handle[object]], meeting: BegunCollective

@@ -16,7 +16,8 @@ about and the chunk.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -27,7 +28,7 @@ from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.handle import Handle, wait_for
 
-__all__ = ["HierarchicalCollectives"]
+__all__ = ["HierarchicalCollectives", "Tags"]
 
 # Chunks of a shard. More chunks hide more of the fast hop; fewer chunks need fewer messages.
 MOST_CHUNKS = 4
@@ -68,13 +69,34 @@ class HierarchicalCollectives:
 
     def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Handle[object]:
         """All-gather: fill the ``parts`` of all other ranks."""
-        pass_on, finish = self.begin_gather(parts, mine, self.new_tags_for(mine))
-        return self._relay.submit(pass_on).then(lambda _: finish())
+        return self._forwarded(self.gather_steps(parts, mine, self.new_tags_for(mine)))
 
-    def begin_gather(
-        self, parts: Sequence[Tensor], mine: Tensor, tag: Tags
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin to gather; returns a function for a background thread, and one for the wait, to be called after that.
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool, factor: float = 1) -> Handle[object]:
+        """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
+        tags = self.new_tags_for(into)
+        return self._forwarded(self.reduce_steps(parts, into, tags, is_first=is_first, factor=factor))
+
+    def reduce_in_turn(
+        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool, factor: float = 1
+    ) -> Handle[object]:
+        """Reduce-scatter one run of elements after the other, to bound the memory."""
+        tags = [self.new_tags_for(into[run]) for run in runs]
+
+        def work() -> None:
+            for run, tag in zip(runs, tags, strict=True):
+                of_run = [part[run] for part in parts]
+                for _ in self.reduce_steps(of_run, into[run], tag, is_first=is_first, factor=factor):
+                    pass
+
+        return self._relay.submit(work)
+
+    def _forwarded(self, steps: Iterator[None]) -> Handle[object]:
+        """The first step now, the second in the relay thread, the last one for who waits."""
+        next(steps)
+        return self._relay.submit(partial(next, steps)).then(lambda _: next(steps, None))
+
+    def gather_steps(self, parts: Sequence[Tensor], mine: Tensor, tag: Tags) -> Iterator[None]:
+        """Steps of a gather: send to both hops' first receivers; forward; wait.
 
         Args:
             parts: Parts of all ranks; those of the others are filled.
@@ -96,41 +118,19 @@ class HierarchicalCollectives:
             for node, number, _ in from_twins:
                 part = parts[self._rank(node, place)][chunks[number]]
                 under_way.append(messages.receive(part, neighbour, tag(node, number)))
+        yield
+        for node, number, message in from_twins:
+            message.wait()
+            part = parts[self._rank(node, self._place)][chunks[number]]
+            for place in self._other_places:
+                under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
+        yield
+        wait_for(under_way)
 
-        def pass_on() -> None:
-            for node, number, message in from_twins:
-                message.wait()
-                part = parts[self._rank(node, self._place)][chunks[number]]
-                for place in self._other_places:
-                    under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
-
-        # `under_way` is complete only when everything is passed on.
-        return pass_on, lambda: wait_for(under_way)
-
-    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool, factor: float = 1) -> Handle[object]:
-        """Reduce-scatter: sum all ranks' values of this rank's part; ``parts`` are overwritten."""
-        pass_on, finish = self.begin_reduce(parts, into, self.new_tags_for(into), is_first=is_first, factor=factor)
-        return self._relay.submit(pass_on).then(lambda _: finish())
-
-    def reduce_in_turn(
-        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool, factor: float = 1
-    ) -> Handle[object]:
-        """Reduce-scatter one run of elements after the other, to bound the memory."""
-        tags = [self.new_tags_for(into[run]) for run in runs]
-
-        def work() -> None:
-            for run, tag in zip(runs, tags, strict=True):
-                of_run = [part[run] for part in parts]
-                pass_on, finish = self.begin_reduce(of_run, into[run], tag, is_first=is_first, factor=factor)
-                pass_on()
-                finish()
-
-        return self._relay.submit(work)
-
-    def begin_reduce(
+    def reduce_steps(
         self, parts: Sequence[Tensor], into: Tensor, tag: Tags, *, is_first: bool, factor: float = 1
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin to reduce; returns a function for a background thread, and one for the wait, to be called after that.
+    ) -> Iterator[None]:
+        """Steps of a reduction: send to the neighbours; sum for the twins and send; add the sums.
 
         Args:
             parts: Equally many elements for each rank, in their order; overwritten.
@@ -158,20 +158,16 @@ class HierarchicalCollectives:
                     under_way.append(messages.send(part, neighbour, tag(node, number)))
             for node in self._other_nodes:
                 under_way.append(messages.receive(sums[node][chunk], self._rank(node, self._place), tag(node, number)))
-
-        def pass_on() -> None:
-            for (node, number), receipts in from_neighbours.items():
-                wait_for(receipts)
-                first, *others = (of_place[node][chunks[number]] for of_place in found)
-                add_up(first, others, is_first=False)
-                if node != self._node:
-                    under_way.append(messages.send(first, self._rank(node, self._place), tag(self._node, number)))
-
-        def finish() -> None:
-            wait_for(under_way)
-            add_up(into, sums, is_first=is_first, factor=factor)
-
-        return pass_on, finish
+        yield
+        for (node, number), receipts in from_neighbours.items():
+            wait_for(receipts)
+            first, *others = (of_place[node][chunks[number]] for of_place in found)
+            add_up(first, others, is_first=False)
+            if node != self._node:
+                under_way.append(messages.send(first, self._rank(node, self._place), tag(self._node, number)))
+        yield
+        wait_for(under_way)
+        add_up(into, sums, is_first=is_first, factor=factor)
 
     def new_tags_for(self, shard: Tensor) -> Tags:
         """Tags of one gather or reduction of shards like ``shard``; all ranks take theirs in the same order."""

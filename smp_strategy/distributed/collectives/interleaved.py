@@ -8,8 +8,10 @@ collective at a time; a step ends when messages are sent. For all-reduces::
     second                           send        wait, add     send
     third                                        send          wait, add    ...
 
-One travels while another is added, and only a few need memory at a time. A step of a collective waits only for steps
-of the same and of earlier ones, and all ranks start them in the same order, so some step can always be done.
+One travels while another is added, and only a few need memory at a time. A step waits for the step before, of the same
+collective on other ranks. All ranks start them in the same order, but one may do the second step of a collective while
+another has not begun it yet and ends the one before. So there are at most four steps: the fourth waits for a third one,
+which a rank does before the second of the next collective. With five, two ranks could wait for each other.
 """
 
 from collections.abc import Iterator
