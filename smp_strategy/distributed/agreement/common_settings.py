@@ -21,7 +21,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 __all__ = [
     "differences",
@@ -54,7 +53,7 @@ def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
 
 def plain(value: Any) -> object:
     """A setting as plain values; ``None`` for an object, and for what would have to be fetched from a device."""
-    return pytree.tree_map(_plain, value) if isinstance(value, (tuple, list)) else _plain(value)
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else _plain(value)
 
 
 def _plain(value: Any) -> object:
@@ -64,7 +63,7 @@ def _plain(value: Any) -> object:
         return float(value)
     if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":  # no parameter
         return value.item()
-    return None
+    return shown(value) if isinstance(value, (tuple, list)) else None
 
 
 def shown(value: Any, levels: int = 4) -> str:

@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from functools import partial
 from operator import is_
@@ -51,7 +52,8 @@ __all__ = [
 ]
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+_CONTAINERS = (list, dict, set, deque)
+_NESTS = (*_CONTAINERS, tuple)
 _ORDINARY = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict})
 # Nothing is in them, or others capture it.
 _PLAIN = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
@@ -207,9 +209,12 @@ def is_dataclass(value: Any) -> bool:
 def containers_in(values: Iterable[Any]) -> list[Any]:
     """The lists, dicts and sets among ``values`` and nested in them, each once."""
     found: dict[int, Any] = {}
-    outer = [value for value in values if isinstance(value, (*_CONTAINERS, tuple))]
-    inside = (item for value in outer for _, item in nodes(value, _ordinary, once=found))
-    return [item for item in inside if not isinstance(item, tuple)]
+    for value in values:
+        if isinstance(value, _NESTS):
+            if value and id(value) not in found:
+                deque(nodes(value, _ordinary, once=found), maxlen=0)
+            found[id(value)] = value
+    return [item for item in found.values() if not isinstance(item, tuple)]
 
 
 def _ordinary(nest: Any) -> Iterable[tuple[None, Any]]:
@@ -269,7 +274,7 @@ def _put_back(value: Any) -> Callable[[], object] | None:
     return None
 
 
-_BASES = (collections.OrderedDict, dict, list, set, collections.deque)
+_BASES = (collections.OrderedDict, dict, list, set, deque)
 
 
 def stored(mapping: Any) -> Any:
