@@ -268,11 +268,7 @@ def export_hugging_face(
 
 @final
 class Scratch:
-    """Scratch file that reads each tensor once, whatever the number of its names; a context manager.
-
-    Args:
-        folder: Folder on a disk that has room.
-    """
+    """Scratch file that reads each tensor once, whatever the number of its names; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115

@@ -91,11 +91,7 @@ def shown(value: Any, levels: int = 4) -> str:
 
 
 def differences(everyones: Sequence[Mapping[Any, object]]) -> dict[Any, list[object]]:
-    """Values of the ranks by the name of each setting that is not the same on all of them.
-
-    Args:
-        everyones: Settings of each rank.
-    """
+    """Values of the ranks by the name of each setting that is not the same on all of them."""
     names = dict.fromkeys(name for settings in everyones for name in settings)
     found = {name: [settings.get(name, ABSENT) for settings in everyones] for name in names}
     # By their text: a number that is none is equal to itself, and `True` is not 1.

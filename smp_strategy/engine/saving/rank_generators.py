@@ -91,12 +91,7 @@ def of_groups(
 
 
 def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) -> dict[int, Any]:
-    """The states of ranks that differ from the first rank of their group.
-
-    Args:
-        states: States of all ranks.
-        groups: Ranks that draw alike.
-    """
+    """The states of ranks that differ from the first rank of their group."""
     return {
         rank: states[rank] for ranks in groups for rank in ranks[1:] if not are_equal(states[rank], states[ranks[0]])
     }

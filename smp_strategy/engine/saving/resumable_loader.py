@@ -165,12 +165,7 @@ class _Stateful(Protocol):
 
 @final
 class LoaderPass:
-    """Iterator over the batches of one pass over a loader, with a position that can be saved and restored.
-
-    Args:
-        loader: the loader.
-        iterate: begins an ordinary pass.
-    """
+    """Iterator over the batches of one pass over a loader, with a position that can be saved and restored."""
 
     def __init__(self, loader: _FollowingLoader, iterate: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

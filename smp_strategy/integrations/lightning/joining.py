@@ -95,13 +95,7 @@ def meet_first(trainer: Any, settings: dict[str, str]) -> dist.Store | None:
 
 
 def join_group(strategy: Any, settings: dict[str, str], store: dist.Store | None) -> None:
-    """Join the process group, and compare ``settings`` if there was no first meeting. Collective.
-
-    Args:
-        strategy: The strategy.
-        settings: Settings of this rank.
-        store: Store of the first meeting; ``None``: there was none.
-    """
+    """Join the process group, and compare ``settings`` if there was no first meeting. Collective."""
     backend = strategy.process_group_backend or backend_for(strategy.parallel_devices or [])
     given = {"timeout": strategy.timeout, "store": store}
     options = {name: value for name, value in given.items() if value is not None}

@@ -294,12 +294,7 @@ def _value_in(holder: dict[str, Any] | type | CellType, name: str) -> Any:
 
 @final
 class Names(MutableMapping[str, Any]):
-    """Some names of a namespace or a class; or a variable of an enclosing function, which is empty until assigned.
-
-    Args:
-        held_by: Namespace, class or cell.
-        names: Names in it; of a cell the only one.
-    """
+    """Some names of a namespace or a class; or a variable of an enclosing function, which is empty until assigned."""
 
     def __init__(self, held_by: dict[str, Any] | type | CellType, names: Iterable[str]) -> None:
         self.held_by = held_by

@@ -83,9 +83,6 @@ class OpaqueArgument(NamedTuple):
 class CallLog:
     """Recorder of unit calls.
 
-    Args:
-        device_type: Type of the device of the calls.
-
     Attributes:
         calls: Recorded calls, in program order.
     """
