@@ -111,13 +111,7 @@ class Saved:
 
 @final
 class OffloadedTensor:
-    """A range of a storage, on the device, on the host, or on its way.
-
-    Args:
-        first: First saved tensor in it.
-        view: Layout of that tensor.
-        copies: Copies between the device and the host.
-    """
+    """A range of a storage, on the device, on the host, or on its way."""
 
     def __init__(self, first: Saved, view: _View, copies: HostCopies) -> None:
         assert first.tensor is not None

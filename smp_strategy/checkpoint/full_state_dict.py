@@ -38,21 +38,12 @@ Take: TypeAlias = Callable[[SpreadState], OrderedDict[str, Any]]
 
 
 def collect(state: SpreadState | Mapping[str, Any]) -> "OrderedDict[str, Any]":
-    """All entries of ``state`` on global rank 0, tensors in new memory on the host; none elsewhere. Collective.
-
-    Args:
-        state: What ranks have, or this rank's entries of it.
-    """
+    """All entries of ``state`` on global rank 0, tensors in new memory on the host; none elsewhere. Collective."""
     return (state if isinstance(state, SpreadState) else SpreadState(state, ())).on_first()
 
 
 def state_dict(holdings: Holdings, take: Take) -> "OrderedDict[str, Any]":
-    """The full state dict on global rank 0, an empty one elsewhere; collective. Tied parameters are one tensor in it.
-
-    Args:
-        holdings: Shards of the module that this rank holds.
-        take: Makes the entries.
-    """
+    """The full state dict on global rank 0, an empty one elsewhere. Collective. Tied parameters are one tensor."""
     with in_plain_sight():
         found = holdings.module.state_dict(keep_vars=True)
     state = take(SpreadState(module_state(holdings), found))

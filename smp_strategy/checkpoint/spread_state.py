@@ -142,12 +142,7 @@ def _portions(number: int, file: PlannedFile) -> list[Portion]:
 
 
 def portions_in_turn(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[Portion]:
-    """All portions: each writer's in the order of its files, and those of different writers in turn.
-
-    Args:
-        files: All files.
-        writers: Writer of each.
-    """
+    """All portions: each writer's in the order of its files, and those of different writers in turn."""
     queues: dict[int, list[Portion]] = {}
     for number, (file, writer) in enumerate(zip(files, writers, strict=True)):
         queues.setdefault(writer, []).extend(_portions(number, file))

@@ -42,9 +42,6 @@ _DESCRIPTOR: Final = b"PK\x07\x08"
 class UnfilledState:
     """Whole state on global rank 0, whose tensors have memory but no values yet.
 
-    Args:
-        spread: State that has the values.
-
     Attributes:
         spread: As given.
         tensors: Tensors without values by their first names; on global rank 0 only.

@@ -273,12 +273,7 @@ def option_types() -> dict[str, Any]:
 
 
 def unknown_option(name: str, others: Collection[str] = ()) -> str:
-    """Error text for the unknown option ``name``, with what it means elsewhere, or else the nearest known one.
-
-    Args:
-        name: as given.
-        others: options that are known in addition.
-    """
+    """Error text for the unknown option ``name``, with what it means elsewhere, or else the nearest known one."""
     known = [*option_types(), *ALIASES, *others]
     if meant := meant_option(name, known):
         return f"`{name}` is not an option. {meant}"

@@ -150,10 +150,6 @@ def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[
     """Sizes of state after the first step, by ``id`` of the parameter; frozen parameters are left out.
 
     If an optimizer cannot be probed, two moments per parameter are assumed.
-
-    Args:
-        optimizers: Optimizers of the parameters.
-        in_pieces: ``id`` of the parameters of which an optimizer will see one-dimensional pieces.
     """
     found: dict[int, StateSize] = {}
     for optimizer in optimizers:

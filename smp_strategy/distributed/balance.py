@@ -11,10 +11,6 @@ def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
 
     The largest share is at most 4/3 of the smallest possible one (Graham 1969).
 
-    Args:
-        sizes: Sizes of the items.
-        num_shares: Number of shares.
-
     Returns:
         The share of each item.
     """

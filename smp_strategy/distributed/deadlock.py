@@ -15,7 +15,7 @@ minute is stopped (a signal, a frozen machine), and an error names it. One that 
 as the process groups' timeout says; a line in the log tells where it is.
 
 The store may live in a process that is stopped. So it is called by a thread
-(:class:`smp_strategy.distributed.failure.StoreCall`), and a call that does not return is the sign of that.
+(:class:`smp_strategy.distributed.failure.BackgroundCall`), and a call that does not return is the sign of that.
 """
 
 import logging
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.distributed.failure import (
-    StoreCall,
+    BackgroundCall,
     current_run,
     first_failure,
     introduce,
@@ -139,7 +139,7 @@ class Watch:
         self._observed: ref[_Wait] | None = None  # not the wait itself, which keeps its group alive
         self._since = self._published = time.monotonic()
         self._turn = self._tick = 0
-        self._call: StoreCall[dict[int, Position] | SMPError] | None = None
+        self._call: BackgroundCall[dict[int, Position] | SMPError] | None = None
         self._before: dict[int, Position] = {}
         self._signs: dict[int, tuple[int, float]] = {}
         self._has_told = False
@@ -291,7 +291,7 @@ class Watch:
         if wait is not self._wait and wait is not None:
             return  # that wait is over meanwhile
         store, rank, size = default_store(), self.rank, self._world_size
-        self._call = StoreCall(lambda: _exchange(store, rank, size if wait is not None else 0, mine))
+        self._call = BackgroundCall(lambda: _exchange(store, rank, size if wait is not None else 0, mine))
 
     def _judge(self, wait: _Wait, found: "dict[int, Position] | SMPError", now: float, waited: float) -> None:
         if isinstance(found, SMPError):
@@ -333,7 +333,7 @@ class Watch:
         if not isinstance(verdict, PeerFailedError):
             store, rank = default_store(), self.rank
             text, run = f"{type(verdict).__name__}: {verdict}", current_run()
-            StoreCall(lambda: publish(store, rank, text, run)).within(PAUSE_SECONDS)
+            BackgroundCall(lambda: publish(store, rank, text, run)).within(PAUSE_SECONDS)
         peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]
         with suppress(RuntimeError):  # the timeout that breaks the connections
             wait.group.recv([torch.empty(1, device="cpu")], peers[0], NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -38,12 +38,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def memory_of_stages(device: torch.device, shape: MeshShape) -> tuple[int | None, ...]:
-    """Bytes that a rank of each stage may fill. Collective over all ranks.
-
-    Args:
-        device: Device of this rank.
-        shape: Places of the ranks in the mesh.
-    """
+    """Bytes that a rank of each stage may fill. Collective over all ranks."""
     return shared(collectives.gather_objects(device_memory(device), "the memory of all devices"), shape)
 
 

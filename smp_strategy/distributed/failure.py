@@ -7,7 +7,8 @@ rank whose connection breaks reads that error and raises it.
 
 If the process that serves the store is gone, any call of the store prints a screen of C++ frames. So a connection of
 our own, which prints nothing, checks first whether it is there. The store may also live in a rank that is stopped, and
-a call of it would never return. So it is called by a thread, which is given up after some seconds (:class:`StoreCall`).
+a call of it would never return. So it is called by a thread, which is given up after some seconds
+(:class:`BackgroundCall`).
 
 Functions with an argument ``store`` only access it; :func:`blame` decides which rank is to blame for an exception.
 
@@ -41,7 +42,7 @@ from smp_strategy.errors import MORE, PeerFailedError, SMPError
 
 __all__ = [
     "FATAL",
-    "StoreCall",
+    "BackgroundCall",
     "begin_run",
     "blame",
     "current_run",
@@ -86,18 +87,14 @@ T = TypeVar("T")
 
 
 @final
-class StoreCall(Generic[T]):
-    """Call of a store that may never return, started at once in a thread.
-
-    Args:
-        call: Function to call.
-    """
+class BackgroundCall(Generic[T]):
+    """Call that may never return (of a store, a driver), started at once in a thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._value: T | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._make, name="smp store", daemon=True)
+        self._thread = threading.Thread(target=self._make, name="smp call", daemon=True)
         self._thread.start()
 
     @property
@@ -181,7 +178,7 @@ def publish_own(error: BaseException, *, is_fatal: bool = False) -> bool:
     if store is None:
         return True
     run = FATAL if is_fatal else current_run()
-    call = StoreCall(lambda: publish(store, dist.get_rank(), _summary(error), run))
+    call = BackgroundCall(lambda: publish(store, dist.get_rank(), _summary(error), run))
     return not call.within(_ANSWER_SECONDS) or call.get()
 
 
@@ -216,7 +213,7 @@ def blame(error: Exception, suspects: Sequence[int] = (), doing: str = "waiting 
     if not _is_broken_connection(error):
         publish_own(error)
         return error
-    search = StoreCall(lambda: _search(suspects, doing))
+    search = BackgroundCall(lambda: _search(suspects, doing))
     return (search.get() or error) if search.within(_ANSWER_SECONDS) else error
 
 

@@ -27,9 +27,6 @@ def carry_host_tensors(device_type: str) -> None:
 
     Each door calls this before ranks exchange anything.
 
-    Args:
-        device_type: Type of the devices that the ranks compute on.
-
     Raises:
         ConfigError: The group carries no tensors of these.
     """

@@ -279,9 +279,6 @@ class Arena:
 class PeerArena:
     """Arena of another rank.
 
-    Args:
-        address: Where it is.
-
     Raises:
         OSError: it is out of reach.
     """

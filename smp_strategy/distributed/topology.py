@@ -73,9 +73,6 @@ def find_ranks_per_node(group: dist.ProcessGroup) -> int | None:
 def ranks_per_node(nodes: Sequence[Hashable]) -> int | None:
     """Number of ranks on each node.
 
-    Args:
-        nodes: Node of each rank.
-
     Returns:
         ``None`` if nodes have different numbers, or ranks of a node are no neighbours.
     """

@@ -184,10 +184,6 @@ def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partiti
     Replicas read different batches. Their shapes, and values if a step depends on them, lead to different costs and
     paths. So all ranks take the partition of rank 0, and hold each tensor that code above the units uses on any rank.
 
-    Args:
-        partition: Partition that this rank has found.
-        used_by_glue: Names of tensors of units that code above the units uses here.
-
     Raises:
         SMPError: the modules of the ranks have different units.
     """

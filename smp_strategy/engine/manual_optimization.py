@@ -34,11 +34,7 @@ __all__ = ["HiddenGradients", "ManualSteps"]
 
 @final
 class HiddenGradients:
-    """Hides the gradients of ``parameters``, and shows them for a while; see [Note: hidden gradients].
-
-    Args:
-        parameters: Parameters of this rank.
-    """
+    """Hides the gradients of ``parameters``, and shows them for a while; see [Note: hidden gradients]."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -108,12 +104,7 @@ class ManualSteps:
         self._weights: Sequence[float] = ()
 
     def begin(self, holdings: Holdings, reduction: Reduction) -> None:
-        """Set up for the partitioned model.
-
-        Args:
-            holdings: Parameters of this rank.
-            reduction: Reduction of their gradients.
-        """
+        """Set up for the partitioned model."""
         self._reduction = reduction
         self._sharded = holdings.sharded
         self._hidden = HiddenGradients(holdings.parameters)

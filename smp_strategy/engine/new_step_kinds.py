@@ -114,10 +114,6 @@ def needs_look(parts: EngineParts) -> bool:
 def look(parts: EngineParts, first: FirstStep) -> None:
     """Dry run of a later kind of step, which may use tensors that the first one has not used. Collective.
 
-    Args:
-        parts: Parts of the engine, whose module is partitioned.
-        first: Step of the new kind.
-
     Raises:
         NewUseError: code above the units computes with weights that some ranks do not have.
         UnsupportedError: code above the units, or a hook registered since, computes with parts of split layers as if
@@ -191,12 +187,7 @@ def refuse_rewritten(parts: EngineParts) -> None:
 
 
 def rehearse(parts: EngineParts, first: FirstStep) -> None:
-    """Find out whether microbatches of a new kind of step hand state on. Collective over the replica's ranks.
-
-    Args:
-        parts: Parts of the engine, whose module is partitioned.
-        first: Step of the new kind.
-    """
+    """Find out whether microbatches of a new kind of step hand state on. Collective over the replica's ranks."""
     partition, kind = parts.layout.partition, first.kind
     assert partition is not None
     inputs = first.inputs(parts)

@@ -20,11 +20,7 @@ __all__ = ["OwnParameters"]
 
 @final
 class OwnParameters:
-    """Parameters of a module when it was distributed.
-
-    Args:
-        module: the module.
-    """
+    """Parameters of a module when it was distributed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -78,11 +78,7 @@ def _own_rows(leaves: Sequence[Any], sizes: Sequence[int], start: int, own_sizes
 
 @final
 class OwnSamples:
-    """Results and gradients of this rank's own samples, for ``prescaled_batch=False``.
-
-    Args:
-        mesh: process mesh.
-    """
+    """Results and gradients of this rank's own samples, for ``prescaled_batch=False``."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh

@@ -23,12 +23,7 @@ __all__ = ["StateBefore"]
 
 @final
 class StateBefore:
-    """State of the module at the time of construction, which a step may change.
-
-    Args:
-        parts: parts of the engine, whose module is partitioned.
-        step: the step.
-    """
+    """State of the module at the time of construction, which a step may change."""
 
     def __init__(self, parts: EngineParts, step: Step) -> None:
         self._parts = parts

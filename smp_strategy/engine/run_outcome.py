@@ -22,7 +22,7 @@ from typing import Final, final
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import StoreCall, current_run, publish_own
+from smp_strategy.distributed.failure import BackgroundCall, current_run, publish_own
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import SMPError
 
@@ -76,9 +76,6 @@ class BrokenUpdates:
 def _refuse_mixture(are_broken: Sequence[bool]) -> None:
     """Refuse weights if an error has ended the last update on some ranks only.
 
-    Args:
-        are_broken: Whether it has, by rank.
-
     Raises:
         SMPError: it has on some, but not on all.
     """
@@ -103,7 +100,7 @@ def _ranks_that_say(word: str) -> list[bool]:
             time.sleep(0.05)
         return [store.check([key]) for key in keys]
 
-    call = StoreCall(listen)
+    call = BackgroundCall(listen)
     is_answered = call.within(_PATIENCE_SECONDS + _ANSWER_SECONDS)
     return call.get() if is_answered else [other == rank for other in range(len(keys))]
 

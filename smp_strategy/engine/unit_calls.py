@@ -43,9 +43,6 @@ __all__ = ["UnitCalls"]
 class UnitCalls:
     """Intercepted units of a model, with the runtime that answers their calls.
 
-    Args:
-        mixed_precision: Mixed precision of units; ``None``: there is none.
-
     Attributes:
         runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
         exposed: Exposed attributes of units, and their uses.
@@ -89,11 +86,7 @@ class UnitCalls:
         return self._is_in_step and not self.in_hook
 
     def refuse_inside_of_step(self, what: str) -> None:
-        """Raise if the user's step runs now, and no hook of the user in it.
-
-        Args:
-            what: Subject of the message.
-        """
+        """Raise if the user's step runs now, and no hook of the user in it."""
         if self.are_in_step:
             raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
 

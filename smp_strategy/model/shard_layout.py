@@ -162,10 +162,6 @@ class Cut:
     def rectangles(self, part: Rectangle, rank: int) -> Iterator[tuple[Rectangle, Rectangle]]:
         """Rectangles of the whole tensor that make up a rectangle of a part; several, where matrices are fused.
 
-        Args:
-            part: Rectangle of the part of ``rank``.
-            rank: Rank in the tensor-parallel group.
-
         Returns:
             Each as a rectangle of the whole tensor, and the same as a rectangle of the part.
         """

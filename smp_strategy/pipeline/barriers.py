@@ -41,9 +41,6 @@ class Barrier:
 class BarrierRun:
     """Runs the microbatches of one step from barrier to barrier.
 
-    Args:
-        runner: runner of the microbatches.
-
     Attributes:
         runner: as given.
         answer: result of the last barrier, which the microbatches get when they are resumed.
@@ -89,10 +86,6 @@ class BarrierRun:
 class PausedStep:
     """Step that waits at a barrier while its caller continues.
 
-    Args:
-        run: run of the microbatches.
-        running: factory of contexts to be entered while they run.
-
     Attributes:
         is_over: whether the microbatches have ended.
     """
@@ -104,9 +97,6 @@ class PausedStep:
 
     def go_on(self, answer: Any = None) -> Any:
         """Run the microbatches to their next barrier and carry out its action, or to their end.
-
-        Args:
-            answer: result of the barrier at which they wait.
 
         Returns:
             The result of the next barrier; ``None`` at the end.

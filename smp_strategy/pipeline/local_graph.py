@@ -58,12 +58,7 @@ class LocalGraph:
         self._worked = True
 
     def exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
-        """Send the values that other stages need for an event, and wait for those that this one needs.
-
-        Args:
-            placement: placement of the event.
-            placed: inputs of the event.
-        """
+        """Send the values that other stages need for an event, and wait for those that this one needs."""
         tensors = {tensor.value.id: tensor for tensor in placed}
         waiting: list[tuple[Move, PlacedTensor, Receipt]] = []
         for move in placement.moves:

@@ -197,12 +197,6 @@ def backward_of_imports(
 ) -> Deferred:
     """Run the first part of a segment's backward: as little as the gradients of ``imports`` need.
 
-    Args:
-        roots: tensors or edges at which backward starts.
-        gradients: gradients of ``roots``.
-        imports: imports of the segment whose gradients are waited for.
-        backward: runs autograd.
-
     Returns:
         The second part.
     """
@@ -262,10 +256,6 @@ _Edges = dict[int, GradientEdge]
 @final
 class _Graph:
     """Autograd graph of a segment, divided as in [Note: split backward].
-
-    Args:
-        roots: nodes at which backward starts.
-        imports: imports to be reached.
 
     Attributes:
         inside: nodes that lead to an import.

@@ -50,12 +50,7 @@ class _ParameterSlot(NamedTuple):
 
 @final
 class MixedPrecision:
-    """Half-precision computation of units.
-
-    Args:
-        dtype: Dtype in which units compute.
-        device_type: Type of their device.
-    """
+    """Half-precision computation of units."""
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         self.dtype = dtype
@@ -282,9 +277,6 @@ class Casting:
 
     def finish(self, name: str) -> None:
         """End of the call: write changes of containers back.
-
-        Args:
-            name: Name of the unit.
 
         Raises:
             UnsupportedError: The call has changed a cast argument in place.

@@ -197,12 +197,7 @@ class _ScatterSum(_Moving):
 
 @final
 class ReplicatedWeights:
-    """Whole tensors that each rank uses with its own tokens: their gradients are all-reduced in one message.
-
-    Args:
-        tensors: The tensors.
-        group: Ranks of the tensor-parallel group.
-    """
+    """Whole tensors that each rank uses with its own tokens: their gradients are all-reduced in one message."""
 
     def __init__(self, tensors: Iterable[Tensor], group: TensorGroup) -> None:
         self._tensors = {id(tensor): tensor for tensor in tensors}

@@ -38,9 +38,6 @@ __all__ = [
 class RegionReaders:
     """Layers that need the gathered input again in backward.
 
-    Args:
-        along: How the input is split.
-
     Attributes:
         left: Number of layers whose backward is still to come.
     """

@@ -32,11 +32,7 @@ _MISSING = object()
 
 @final
 class UnsplitViews:
-    """Recorded classes and attributes of ``modules``; create it before their layers are split.
-
-    Args:
-        modules: Modules that may change.
-    """
+    """Recorded classes and attributes of ``modules``; create it before their layers are split."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._before = [(module, type(module), dict(vars(module))) for module in modules]

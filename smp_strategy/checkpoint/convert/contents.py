@@ -3,7 +3,7 @@
 Every format is opened as :class:`CheckpointContents` and written from it, so that any can be converted to any other.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smp_strategy.model.trace.pytree import nodes
 
-__all__ = ["CheckpointContents", "LazyTensor", "OptimizerContents", "map_tensors", "tensors_of"]
+__all__ = ["CheckpointContents", "LazyTensor", "OptimizerContents", "tensors_of"]
 
 
 @final
@@ -86,17 +86,6 @@ class CheckpointContents:
     def weight_tensors(self) -> dict[str, LazyTensor]:
         """The weights without extra state."""
         return {name: value for name, value in self.weights.items() if isinstance(value, LazyTensor)}
-
-
-def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """Map ``change`` over the tensors in dicts, lists and tuples."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
-        return {key: map_tensors(item, change, kind) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, change, kind) for item in value)
-    return value
 
 
 def tensors_of(value: Any) -> Iterator[LazyTensor]:

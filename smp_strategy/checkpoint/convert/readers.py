@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, map_tensors
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
 from smp_strategy.checkpoint.convert.safetensors import indexed, open_safetensors
 from smp_strategy.checkpoint.sources import put, with_spread
@@ -72,7 +75,7 @@ def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
     found = read_full(path, verify=verify)
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} has no dict with weights, but a {type(found).__name__}.")
-    return {key: map_tensors(value, LazyTensor.of) for key, value in found.items()}
+    return {key: tree_map_only(Tensor, LazyTensor.of, value) for key, value in found.items()}
 
 
 def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> CheckpointContents:

@@ -27,8 +27,9 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, map_tensors
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents
 from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES, find_prefix, numbered_groups, strip_prefix
 from smp_strategy.checkpoint.convert.safetensors import write_safetensors
 from smp_strategy.checkpoint.state_dict import encoded
@@ -267,11 +268,7 @@ def export_hugging_face(
 
 @final
 class Scratch:
-    """Scratch file that reads each tensor once, whatever the number of its names; a context manager.
-
-    Args:
-        folder: Folder on a disk that has room.
-    """
+    """Scratch file that reads each tensor once, whatever the number of its names; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -336,7 +333,7 @@ def save_full(
     check(target)
     with saving(target), _scratch(target) as scratch:
         content = {
-            **map_tensors(_lightning_rest(contents), scratch.tensor, LazyTensor),
+            **tree_map_only(LazyTensor, scratch.tensor, _lightning_rest(contents)),
             "state_dict": _read(contents.weights, scratch, progress),
         }
         if contents.optimizers:
@@ -365,7 +362,7 @@ def save_sharded(
             read = _read(optimizer.state, scratch, progress)
             kept = {name: encoded(value, lambda _, leaf: HeldTensor.whole(leaf)) for name, value in read.items()}
             state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
-        rest = map_tensors(_lightning_rest(contents), scratch.tensor, LazyTensor)
+        rest = tree_map_only(LazyTensor, scratch.tensor, _lightning_rest(contents))
         ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
 
 
@@ -379,7 +376,7 @@ def _scratch(target: AnyPath) -> Scratch:
 def _read(values: dict[str, Any], scratch: Scratch, progress: Progress) -> dict[str, Any]:
     found = {}
     for name, value in values.items():
-        found[name] = map_tensors(value, scratch.tensor, LazyTensor)
+        found[name] = tree_map_only(LazyTensor, scratch.tensor, value)
         progress(name)
     return found
 

@@ -125,10 +125,6 @@ def plain_content(value: Any, name: str, note: Callable[[str], None]) -> Any:
 def check_content(value: Any, name: str) -> None:
     """Refuse a value that could not be read again.
 
-    Args:
-        value: Value to be written.
-        name: Its name, for messages.
-
     Raises:
         ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings,
             bytes and ``None``.

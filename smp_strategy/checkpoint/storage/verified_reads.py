@@ -255,10 +255,6 @@ def describe(folder: Path, note: dict[str, Any]) -> None:
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
     """Compare files with the manifest, if there is one. Missing files are not reported here.
 
-    Args:
-        folder: Folder with the files.
-        names: Names of the files; ``None``: all.
-
     Raises:
         CheckpointError: one is damaged; the message names the file, and the tensor where that is known.
     """

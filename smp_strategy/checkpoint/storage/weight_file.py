@@ -131,11 +131,7 @@ _MAPPINGS: Final = Path("/proc/self/maps")
 
 @final
 class FileRuns:
-    """Open file, which is closed with the last reference to it: values are read much later.
-
-    Args:
-        path: File of weights.
-    """
+    """Open file, which is closed with the last reference to it: values are read much later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -9,10 +9,16 @@ Schedulers and callbacks run on every rank. One that looks at a value of a rank'
 a validation loss) sets learning rates apart, so each update notes the settings of its optimizer.
 """
 
+import dataclasses
+import enum
+import zlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from numbers import Real
+from pathlib import PurePath
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +28,7 @@ __all__ = [
     "named",
     "of_optimizer",
     "plain",
+    "shown",
 ]
 
 Settings = Mapping[str, str]
@@ -29,6 +36,9 @@ Settings = Mapping[str, str]
 
 ABSENT: Final = "nothing"
 """Text for a rank that has no setting of that name."""
+
+_MOST_LETTERS: Final = 200
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, timedelta, PurePath)
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
@@ -42,24 +52,46 @@ def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
 
 
 def plain(value: Any) -> object:
-    """A setting as plain values; ``None`` if it is an object, or if it would have to be fetched from a device."""
+    """A setting as plain values; ``None`` for an object, and for what would have to be fetched from a device."""
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else _plain(value)
+
+
+def _plain(value: Any) -> object:
     if type(value) in (bool, int, float, str, type(None)):
         return value
     if isinstance(value, Real):  # of numpy, perhaps
         return float(value)
     if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":  # no parameter
         return value.item()
-    if isinstance(value, tuple | list):
-        return tuple(map(plain, value))
-    return None
+    return shown(value) if isinstance(value, (tuple, list)) else None
+
+
+def shown(value: Any, levels: int = 4) -> str:
+    """Text of a setting; equal for equal settings in two processes. Of an object that is no plain value, its type.
+
+    Args:
+        value: The setting.
+        levels: Nesting that is looked into: an object may even hold itself.
+    """
+    if isinstance(value, enum.Enum):
+        return shown(value.value)
+    if levels and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}({shown(vars(value), levels)})"
+    if isinstance(value, _PLAIN):
+        text = str(value) if isinstance(value, (timedelta, PurePath)) else repr(value)
+    elif levels and isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{name!r}: {shown(value[name], levels - 1)}" for name in sorted(value, key=repr)) + "}"
+    elif levels and isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(shown(each, levels - 1) for each in value) + "]"
+    elif levels and isinstance(value, (set, frozenset)):
+        text = "{" + ", ".join(sorted(shown(each, levels - 1) for each in value)) + "}"
+    else:
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def differences(everyones: Sequence[Mapping[Any, object]]) -> dict[Any, list[object]]:
-    """Values of the ranks by the name of each setting that is not the same on all of them.
-
-    Args:
-        everyones: Settings of each rank.
-    """
+    """Values of the ranks by the name of each setting that is not the same on all of them."""
     names = dict.fromkeys(name for settings in everyones for name in settings)
     found = {name: [settings.get(name, ABSENT) for settings in everyones] for name in names}
     # By their text: a number that is none is equal to itself, and `True` is not 1.

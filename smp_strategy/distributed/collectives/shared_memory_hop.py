@@ -97,13 +97,7 @@ class SharedMemoryHop:
 
 @final
 class _Places:
-    """Exchange of the places of blocks.
-
-    Args:
-        messages: Messages between the ranks.
-        starts: Start of the block for each peer.
-        tag: Tag of the messages.
-    """
+    """Exchange of the places of blocks."""
 
     def __init__(self, messages: Messages, starts: Mapping[int, int], tag: int) -> None:
         self._found = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in starts}

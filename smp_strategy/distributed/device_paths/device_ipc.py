@@ -63,11 +63,7 @@ class DeviceIpc(ABC):
 
 @final
 class CudaIpc(DeviceIpc):
-    """The operations of CUDA.
-
-    Args:
-        device: device of this rank, with its index.
-    """
+    """The operations of CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._copies = device, HostCopies(device)

@@ -54,10 +54,6 @@ class NcclEdge(OrderedEdge):
     """Edge over a process group of two ranks.
 
     The first call at each end makes the communicator and blocks until the other end does so too.
-
-    Args:
-        device: device of this rank, with its index.
-        group: process group (NCCL) of the two ranks, for this edge only.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:

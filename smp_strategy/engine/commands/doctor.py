@@ -215,11 +215,7 @@ def _rank_main(rank: int, folder: str, kind: str, connection: Connection) -> Non
 
 
 def measured_transports(device: torch.device = HOST) -> list[Tried]:
-    """Try each transport between two ranks. Collective over both.
-
-    Args:
-        device: of this rank, for tensors between stages.
-    """
+    """Try each transport between two ranks. Collective over both."""
     assert dist.group.WORLD is not None
     of_host: Sequence[StageTransport] = ("shared_memory", "gloo")
     ways = of_host if devices.is_host(device) else ("cuda_ipc", "nccl", *of_host)

@@ -32,11 +32,7 @@ def is_placed(value: object) -> TypeGuard[PlacedTensor]:
 
 @final
 class Inspection:
-    """Reports of an engine.
-
-    Args:
-        parts: of the engine.
-    """
+    """Reports of an engine."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -99,11 +95,7 @@ class Inspection:
         return found
 
     def figures(self, loss_scale: float | None = None) -> dict[str, float]:
-        """Figures of the monitor since the last call, the same on all ranks; none without a step. Collective.
-
-        Args:
-            loss_scale: Scale of the loss, if there is one.
-        """
+        """Figures of the monitor since the last call, the same on all ranks; none without a step. Collective."""
         monitor, device, mesh = self._parts.monitor, self._parts.device, self._parts.mesh
         if monitor is None or self._parts.partition is None:
             return {}

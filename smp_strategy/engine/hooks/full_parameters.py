@@ -41,9 +41,6 @@ def _call(args: Any, kwargs: Any) -> str:
 class FullSplitLayers:
     """Shows hooks the full parameters of split layers.
 
-    Args:
-        holdings: Parameters of this rank.
-
     Attributes:
         is_split: Whether other ranks have parts.
         is_whole: Whether parameters and gradients are full now.
@@ -183,11 +180,7 @@ class _PartInHook(Guard):
 
 @final
 class FullParameters:
-    """Full parameters and gradients of sharded units and of split layers in hooks.
-
-    Args:
-        holdings: Parameters of this rank.
-    """
+    """Full parameters and gradients of sharded units and of split layers in hooks."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._sharded, self._layers = holdings.sharded, FullSplitLayers(holdings)

@@ -15,10 +15,6 @@ def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
 
     Before the first step there is no view yet; it opens if the hook runs a step.
 
-    Args:
-        parts: Parts of the engine.
-        hook: Code of the user.
-
     Returns:
         The result of ``hook``, with real tensors on every rank.
     """

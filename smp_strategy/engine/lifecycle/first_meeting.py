@@ -30,7 +30,7 @@ from typing import Any, Final, TypeVar, final
 import torch.distributed as dist
 
 from smp_strategy.distributed.agreement.common_settings import Settings, differences, explained, named
-from smp_strategy.distributed.failure import StoreCall
+from smp_strategy.distributed.failure import BackgroundCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 
 __all__ = ["FirstMeeting", "SILENCE_SECONDS", "init_method"]
@@ -95,7 +95,7 @@ class FirstMeeting:
                 options["master_listen_fd"] = listener
             return dist.TCPStore(host, port, None, is_master, **options)
 
-        everything = self._wait(StoreCall(connect), lambda: [] if has_server else [0])
+        everything = self._wait(BackgroundCall(connect), lambda: [] if has_server else [0])
         number = self._numbered(everything)
         store = dist.PrefixStore(f"smp_strategy/meeting/{number}", everything)
         counted = {"the number of ranks": str(self._num_ranks), **settings}
@@ -157,9 +157,9 @@ class FirstMeeting:
 
     def _call(self, call: Callable[[], T]) -> T:
         """Result of a call of the store, which may be stopped."""
-        return self._wait(StoreCall(call), list)
+        return self._wait(BackgroundCall(call), list)
 
-    def _wait(self, call: StoreCall[T], missing: Callable[[], Sequence[int]]) -> T:
+    def _wait(self, call: BackgroundCall[T], missing: Callable[[], Sequence[int]]) -> T:
         while not call.within(_PAUSES[1]):
             self._check(missing)
         return call.get()

@@ -78,11 +78,7 @@ class MainProcessCalls:
         self._round = None
 
     def pass_by(self, *, if_first: bool = False) -> None:
-        """Pass a place: tell the other ranks, or listen to the main process and take part in its calls.
-
-        Args:
-            if_first: Whether this is a place only as the first of its round.
-        """
+        """Pass a place: tell the other ranks, or listen to the main process and take part in its calls."""
         self._move_on()
         if not self._is_on or self._has_heard or (if_first and self._has_passed):
             return

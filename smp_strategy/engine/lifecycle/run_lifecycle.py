@@ -6,14 +6,11 @@ user has given it, and notes it for comparison (:mod:`smp_strategy.distributed.a
 """
 
 import dataclasses
-import enum
 import gc
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from pathlib import PurePath
 from typing import Any, Final
 
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import failure
+from smp_strategy.distributed.agreement.common_settings import shown
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.door_words import speak
@@ -38,7 +36,6 @@ __all__ = [
     "of_fields",
     "of_options",
     "of_process",
-    "shown",
 ]
 
 # Variables of others that change numbers or steps. Those of this package are options, which are compared as such.
@@ -47,25 +44,6 @@ _VARIABLES: Final = (
     *("ACCELERATE_DISPATCH_BATCHES", "ACCELERATE_EVEN_BATCHES", "ACCELERATE_USE_SEEDABLE_SAMPLER", "PL_SEED_WORKERS"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
-_MOST_LETTERS: Final = 200
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, timedelta, PurePath)
-
-
-def shown(value: Any) -> str:
-    """Text of a setting; equal for equal settings in two processes. Of an object that is no plain value, its type."""
-    if isinstance(value, enum.Enum):
-        return shown(value.value)
-    if isinstance(value, _PLAIN):
-        text = str(value) if isinstance(value, (timedelta, PurePath)) else repr(value)
-    elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{name!r}: {shown(value[name])}" for name in sorted(value, key=repr)) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(map(shown, value)) + "]"
-    elif isinstance(value, (set, frozenset)):
-        text = "{" + ", ".join(sorted(map(shown, value))) + "}"
-    else:
-        return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def of_fields(source: Any, names: Iterable[str], title: str) -> dict[str, str]:

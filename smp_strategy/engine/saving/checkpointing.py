@@ -73,9 +73,6 @@ def promised_to(states: list[UnfilledState]) -> full.Take:
 class SavedState:
     """Saves and loads the state of an engine.
 
-    Args:
-        parts: of the engine.
-
     Attributes:
         note: is told what a checkpoint has in another form than it was given.
         scaled: returns optimizers that have a loss scale of their own.

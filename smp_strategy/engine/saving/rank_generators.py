@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import generator_of, is_host
@@ -89,12 +91,7 @@ def of_groups(
 
 
 def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) -> dict[int, Any]:
-    """The states of ranks that differ from the first rank of their group.
-
-    Args:
-        states: States of all ranks.
-        groups: Ranks that draw alike.
-    """
+    """The states of ranks that differ from the first rank of their group."""
     return {
         rank: states[rank] for ranks in groups for rank in ranks[1:] if not are_equal(states[rank], states[ranks[0]])
     }
@@ -102,15 +99,14 @@ def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) 
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two nested states, which may contain tensors and numpy arrays, are the same."""
+    (mine, form), (theirs, other_form) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return form == other_form and all(map(_is_same, mine, theirs))
+
+
+def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
-    if hasattr(one, "__array__"):
-        return bool((one == other).all())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    return bool(one == other)
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _as_tensor(content: bytes) -> Tensor:

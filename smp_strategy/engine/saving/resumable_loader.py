@@ -33,6 +33,7 @@ from smp_strategy.distributed.rng_state import RngState, global_state, set_globa
 from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
 from smp_strategy.engine.saving.rank_generators import packed, unpacked
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.trace.pytree import Path, items_of, nodes
 
 __all__ = ["LoaderPass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
@@ -115,7 +116,7 @@ class _Counting:
         batch = self._collate(samples)
         if not isinstance(samples, (list, tuple)):
             return batch
-        lists = frozenset(_taken_over(batch, samples, ()))
+        lists = frozenset(_taken_over(batch, samples))
         return _CountedBatch(batch, BatchSource(len(samples), lists, is_of_numbers=self._is_of_numbers))
 
 
@@ -128,24 +129,31 @@ def _asks_for_numbers(loader: DataLoader[Any]) -> bool:
     return not is_by_rank and not isinstance(loader.dataset, IterableDataset)
 
 
-def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+def _taken_over(tree: Any, samples: Sequence[Any]) -> Iterator[Path]:
     """Yield paths of lists with one tensor per sample that sizes alone cannot tell from lists of views.
 
     The lengths of such a list and of its tensors both equal the number of samples. Tensors that the collate function
     took over from the samples are samples; views of all samples are made by the collate function.
     """
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from _taken_over(item, samples, (*path, key))
-    elif isinstance(tree, list) or type(tree) is tuple:
-        number = len(samples)
-        if len(tree) == number and all(isinstance(item, Tensor) and item.shape[:1] == (number,) for item in tree):
-            pairs = zip(tree, samples, strict=True)
+    number = len(samples)
+
+    def is_list(node: Any) -> bool:
+        return isinstance(node, list) or type(node) is tuple
+
+    def is_unclear(node: Any) -> bool:
+        rows = [each for each in node if isinstance(each, Tensor) and each.shape[:1] == (number,)]
+        return len(node) == number == len(rows)
+
+    def opened(node: Any) -> Iterable[tuple[Any, Any]]:
+        if is_list(node) and (is_unclear(node) or all(isinstance(item, (str, int, float)) for item in node)):
+            return ()
+        return items_of(node) if is_list(node) or isinstance(node, Mapping) else ()
+
+    for path, node in nodes(tree, opened):
+        if is_list(node) and is_unclear(node):
+            pairs = zip(node, samples, strict=True)
             if all(any(leaf is item for leaf in tree_leaves(sample)) for item, sample in pairs):
                 yield path
-        elif not all(isinstance(item, (str, int, float)) for item in tree):
-            for place, item in enumerate(tree):
-                yield from _taken_over(item, samples, (*path, place))
 
 
 @runtime_checkable
@@ -157,12 +165,7 @@ class _Stateful(Protocol):
 
 @final
 class LoaderPass:
-    """Iterator over the batches of one pass over a loader, with a position that can be saved and restored.
-
-    Args:
-        loader: the loader.
-        iterate: begins an ordinary pass.
-    """
+    """Iterator over the batches of one pass over a loader, with a position that can be saved and restored."""
 
     def __init__(self, loader: _FollowingLoader, iterate: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

@@ -173,11 +173,7 @@ class SavingHooks(HookBase):
             yield
 
     def get_optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state dict of an optimizer on ranks that write files; empty elsewhere. Collective.
-
-        Args:
-            optimizer: prepared.
-        """
+        """Return the full state dict of an optimizer on ranks that write files; empty elsewhere. Collective."""
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         with self.smp.main_calls.together(meeting="accelerator.get_optimizer_state_dict"):
             if engine is None:

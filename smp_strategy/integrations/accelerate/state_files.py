@@ -87,10 +87,6 @@ def mapped(path: Path, **options: Any) -> Any:
 
     So a rank that takes its shard of them needs no memory for the rest.
 
-    Args:
-        path: path of the file.
-        options: options of ``torch.load``.
-
     Raises:
         CheckpointError: the file is damaged, or names code that would have to be run.
     """

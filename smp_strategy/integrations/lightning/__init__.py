@@ -3,7 +3,7 @@
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with unrelated classes. So a strategy
 class is made per tree, from the same code; nothing here imports Lightning before a tree is named. In reading order::
 
-    strategy, delegating_strategy   Lightning's Strategy API: a run, its steps and data; calls passed on to parts
+    strategy, delegating_strategy   Lightning's Strategy API: a run, its steps and data; collectives, calls passed on to parts
     strategy_class, tree            the class for one of the two trees; lazy imports from it
     validation                      unsupported Lightning features
     steps                           a step per microbatch, merged into one result; what it does to its batch
@@ -14,7 +14,6 @@ class is made per tree, from the same code; nothing here imports Lightning befor
     manual_optimization             backward and optimizer calls of the user's step, once per batch
     monitor_callback                SMPMonitor: speed, memory and waiting for loggers; NaN and infinity
     data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
-    collectives                     reduce, all_gather, broadcast, barrier
     checkpoint_hooks                save and load
     streamed_checkpoint             full checkpoints that no rank has as a whole
     resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch

@@ -175,12 +175,7 @@ class CheckpointHooks:
         return {"layout": self._engine().mesh.shape.degrees, **counts}
 
     def remove_checkpoint(self, filepath: Any, plain: Callable[[Any], None]) -> None:
-        """Remove a checkpoint of either form, on global rank 0, once the newer one in flight is complete.
-
-        Args:
-            filepath: of either form.
-            plain: Lightning's own ``remove_checkpoint``.
-        """
+        """Remove a checkpoint of either form, on global rank 0, once the newer one in flight is complete."""
         if self._strategy.global_rank != 0:
             return
         io = self._strategy.checkpoint_io
@@ -366,11 +361,7 @@ class CheckpointHooks:
             self._saves.check()
 
     def end_run(self, *, failed: bool) -> None:
-        """Wait for the save in flight.
-
-        Args:
-            failed: whether the run ends with an error.
-        """
+        """Wait for the save in flight."""
         if self._saves is not None:
             self._saves.end(failed=failed)
 
@@ -401,9 +392,6 @@ class KeptCheckpoints:
     """Patches the callbacks and loggers of a run, on the instances, to respect saves in flight.
 
     Links are replaced atomically: Lightning removes the old one first, and a run that is killed in between has none.
-
-    Args:
-        saves: the checkpoint writer.
     """
 
     def __init__(self, saves: AsyncSaves) -> None:

@@ -1,24 +1,32 @@
 """Delegation: the methods of Lightning's ``Strategy`` API that a part of the strategy answers in one call.
 
 Lightning calls methods of one object. The parts behind them are objects of their own:
-:class:`~smp_strategy.integrations.lightning.collectives.CommunicationHooks`,
 :class:`~smp_strategy.integrations.lightning.resume.ResumeHooks`,
 :class:`~smp_strategy.integrations.lightning.checkpoint_hooks.CheckpointHooks` and the engine with its reports.
+
+[Note: collectives of a strategy] Users and Lightning itself call ``reduce``, ``all_gather``, ``broadcast`` and
+``barrier`` as in data-parallel training: "my samples and those of the others". The ranks of one replica have the same
+samples, so values are exchanged between replicas only; counting each rank would weigh every sample ``pp x tp`` times.
+Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world. Inside a step all of them concern
+the replicas. They call torch's own collectives there, which become operations of the step
+(:mod:`smp_strategy.pipeline.dist_calls.user_collectives`).
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks
-from smp_strategy.integrations.lightning.collectives import CommunicationHooks
 from smp_strategy.integrations.lightning.joining import compare_steps
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.tree import Tree
@@ -32,6 +40,8 @@ else:
     Host = object  # make_strategy() adds the base class of the tree in use
 
 __all__ = ["DelegatingStrategy"]
+
+_REDUCE = "`sync_dist=True` or `strategy.reduce`"
 
 
 class DelegatingStrategy(Host):
@@ -48,7 +58,6 @@ class DelegatingStrategy(Host):
     def __init__(self, config: SMPConfig, **arguments: Any) -> None:
         self.config = config
         self._engine: Engine | None = None
-        self._communication = CommunicationHooks(self.tree, lambda: self._engine)
         self._resume = ResumeHooks(lambda: self.config, lambda: self.engine, self._trainer_of_module)
         self._checkpoints = CheckpointHooks(self, lambda: self.config, self.tree, lambda: self.engine, self._resume)
         super().__init__(**arguments)
@@ -72,12 +81,12 @@ class DelegatingStrategy(Host):
     @property
     def mesh(self) -> ProcessMesh | None:
         """The process mesh, or ``None`` before ``setup``."""
-        return self._communication.mesh
+        return None if self._engine is None else self._engine.mesh
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the user's step runs just now."""
-        return self._communication.is_in_step
+        """Whether the user's step runs just now; the default process group then means the replicas."""
+        return self._engine is not None and self._engine.inspection.is_in_step
 
     def explain(self) -> Explanation:
         """The partition and the reasons for it, from the first step on: ``print`` it, or ``save`` it as a page.
@@ -115,27 +124,72 @@ class DelegatingStrategy(Host):
         if self.global_rank == 0:
             self.engine.partition.save(path)
 
-    # Collectives
+    # Collectives, see [Note: collectives of a strategy]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
-        return self._communication.reduce(tensor, group, reduce_op)
+        group = self._group(group)
+        if group is None or not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op).lower().rpartition(".")[2]
+        if self.is_in_step:
+            sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
+            total = sync(tensor, group, reduce_op="sum" if name in ("mean", "avg") else reduce_op)
+            return total.copy_(total / dist.get_world_size(group)) if name in ("mean", "avg") else total
+        op = getattr(dist.ReduceOp, "SUM" if name in ("mean", "avg", "none") else name.upper())
+        collectives.barrier(_REDUCE, group)
+        collectives.all_reduce(tensor, op, group=group, doing=_REDUCE).wait()
+        return tensor.copy_(tensor / dist.get_world_size(group)) if name in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, or from ``group``; a single replica gathers nothing, like a single process."""
-        return self._communication.all_gather(super().all_gather, tensor, group, sync_grads)
+        group = self._group(group)
+        if group is None:
+            return tensor
+        if not self.is_in_step:
+            collectives.barrier("`self.all_gather`", group)
+        return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks of the world."""
-        return self._communication.reduce_boolean_decision(decision, all)
+        if not dist.is_initialized():
+            return decision
+        if self.is_in_step:
+            vote = torch.tensor(int(decision), device="cpu")
+            dist.all_reduce(vote)
+            return int(vote) == dist.get_world_size() if all else bool(vote)
+        votes = collectives.gather_numbers(int(decision), "a decision of all ranks")
+        return min(votes) == 1 if all else max(votes) == 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one rank to all."""
-        return self._communication.broadcast(obj, src)
+        if not dist.is_initialized():
+            return obj
+        if self.is_in_step:
+            box = [obj]
+            dist.broadcast_object_list(box, src)
+            return box[0]
+        return collectives.tell(obj, src, "`strategy.broadcast`")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        self._communication.barrier(name)
+        if self.is_in_step:
+            dist.barrier()
+        elif dist.is_initialized():
+            collectives.barrier("`strategy.barrier`")
+
+    def _group(self, group: Any) -> Any:
+        """The process group for values, or ``None`` for nobody. (LightningModule passes WORLD for "default".)"""
+        if not dist.is_initialized():
+            return None
+        if group is not None and group is not dist.group.WORLD:
+            return group
+        if self.mesh is None:
+            return dist.group.WORLD
+        if self.mesh.dp == 1:
+            return None
+        # torch's backward of a gather takes ranks of the default group, which means the replicas inside a step.
+        return dist.group.WORLD if self.is_in_step else self.mesh.dp_group
 
     # Checkpoints
 

@@ -31,9 +31,6 @@ __all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
 def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
     """The devices of this machine when torchrun (or its like) has started the processes.
 
-    Args:
-        devices: Lightning's.
-
     Raises:
         ConfigError: the user has asked for a number of devices that is not the number of processes.
     """

@@ -16,7 +16,6 @@ from smp_strategy.engine.lifecycle.run_lifecycle import (
     of_fields,
     of_options,
     of_process,
-    shown,
 )
 from smp_strategy.errors import DoorWords
 from smp_strategy.integrations.lightning.environment import backend_for
@@ -53,12 +52,12 @@ def settings_of_run(trainer: Any, tree: Tree) -> dict[str, str]:
     strategy, module = trainer.strategy, trainer.lightning_module
     return {
         "the call": f"`trainer.{trainer.state.fn.value}`",
-        "`Trainer(devices)`": shown(len(strategy.parallel_devices or ())),
+        "`Trainer(devices)`": str(len(strategy.parallel_devices or ())),
         **of_fields(trainer, (*_OF_TRAINER, *_OF_STEPS), "`Trainer({})`"),
-        "`Trainer(use_distributed_sampler)`": shown(trainer._accelerator_connector.use_distributed_sampler),
+        "`Trainer(use_distributed_sampler)`": str(trainer._accelerator_connector.use_distributed_sampler),
         **of_options(strategy.config, "`{}` of SMPStrategy"),
         **of_fields(strategy, ("process_group_backend", "timeout"), "`{}` of SMPStrategy"),
-        "`automatic_optimization` of the module": shown(module.automatic_optimization),
+        "`automatic_optimization` of the module": str(module.automatic_optimization),
         **of_process(tree.root.split(".")[0]),
     }
 
@@ -74,7 +73,7 @@ def settings_of_steps(trainer: Any) -> dict[str, object]:
 
 def compare_steps(trainer: Any) -> None:
     """Compare the settings of the steps, when training begins. Collective."""
-    settings = {name: shown(value) for name, value in settings_of_steps(trainer).items()}
+    settings = {name: str(value) for name, value in settings_of_steps(trainer).items()}
     note_settings(settings).compare("the beginning of training")
 
 
@@ -96,13 +95,7 @@ def meet_first(trainer: Any, settings: dict[str, str]) -> dist.Store | None:
 
 
 def join_group(strategy: Any, settings: dict[str, str], store: dist.Store | None) -> None:
-    """Join the process group, and compare ``settings`` if there was no first meeting. Collective.
-
-    Args:
-        strategy: The strategy.
-        settings: Settings of this rank.
-        store: Store of the first meeting; ``None``: there was none.
-    """
+    """Join the process group, and compare ``settings`` if there was no first meeting. Collective."""
     backend = strategy.process_group_backend or backend_for(strategy.parallel_devices or [])
     given = {"timeout": strategy.timeout, "store": store}
     options = {name: value for name, value in given.items() if value is not None}

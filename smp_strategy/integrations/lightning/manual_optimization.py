@@ -78,13 +78,7 @@ class ManualOptimization:
         self._patches.give_back()
 
     def backward(self, plain: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> None:
-        """The strategy's ``backward`` in a step.
-
-        Args:
-            plain: Lightning's own ``backward``, with its hooks.
-            loss: the loss of this microbatch.
-            args, kwargs: arguments of ``Tensor.backward``.
-        """
+        """The strategy's ``backward`` in a step."""
         refused = [f"argument {number}" for number in range(1, len(args) + 1)] + sorted({*kwargs} - {"retain_graph"})
         if refused:
             raise UnsupportedError(

@@ -75,12 +75,7 @@ def trained_value(metric: Metric, args: Any, kwargs: Any) -> Any:
 
 
 class MetricUpdates:
-    """Patches of the metrics of a module: they get real values, and reduce over the replicas.
-
-    Args:
-        engine: the engine of the run.
-        module: the LightningModule.
-    """
+    """Patches of the metrics of a module: they get real values, and reduce over the replicas."""
 
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine

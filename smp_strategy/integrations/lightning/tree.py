@@ -12,11 +12,7 @@ _FABRIC: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": 
 
 
 class Tree:
-    """The modules of one Lightning tree.
-
-    Args:
-        root: ``lightning.pytorch`` or ``pytorch_lightning``.
-    """
+    """The modules of one Lightning tree."""
 
     def __init__(self, root: str) -> None:
         self.root = root

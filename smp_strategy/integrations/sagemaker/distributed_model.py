@@ -53,12 +53,7 @@ _OUTSIDE: Final = (
 
 @final
 class HookHandle:
-    """Handle that takes a hook away.
-
-    Args:
-        hooks: the registered hooks.
-        hook: the one of this handle.
-    """
+    """Handle that takes a hook away."""
 
     def __init__(self, hooks: list[Hook], hook: Hook) -> None:
         self._hooks = hooks

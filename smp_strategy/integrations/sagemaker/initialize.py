@@ -17,6 +17,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 import torch
@@ -32,9 +33,9 @@ from smp_strategy.engine.lifecycle.run_lifecycle import (
     begin_run,
     ensure_group,
     note_settings,
+    of_fields,
     of_options,
     of_process,
-    shown,
 )
 from smp_strategy.engine.updates.optimizer_steps import trains
 from smp_strategy.errors import ConfigError, DoorWords, SMPError, UnsupportedError
@@ -97,7 +98,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     ensure_process_group(device)
     given = read_sagemaker(config, launched=given_parameters(os.environ), world_size=dist.get_world_size())
     begin_run(WORDS)
-    parameters = {f"the parameter `{name}`": shown(value) for name, value in given.parameters.items()}
+    parameters = of_fields(SimpleNamespace(**given.parameters), given.parameters, "the parameter `{}`")
     options = of_options(SMPConfig.from_sagemaker_options(given.options), "the option `{}`")
     note_settings({**parameters, **options, **of_process()}).compare("`smp.init`")
     run = RunState(given, device)

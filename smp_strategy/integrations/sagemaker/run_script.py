@@ -42,9 +42,6 @@ def run(given: Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run a script as ``__main__``.
 
-    Args:
-        arguments: the script and its arguments.
-
     Returns:
         Exit status: 0, or 2 if the script cannot be started. Errors of the script itself are raised.
     """

@@ -58,10 +58,6 @@ class Product(NamedTuple):
 class KernelTally:
     """Sum of the costs of kernels.
 
-    Args:
-        parameters: Initial weights.
-        notes_products: Record the results of products.
-
     Attributes:
         efforts: The sum.
         cheap: Part of the forward that is no product.

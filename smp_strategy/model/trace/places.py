@@ -13,21 +13,20 @@ import dis
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from smp_strategy.model.trace.pytree import is_of_library, is_ours, is_own_object, nodes
 from smp_strategy.model.trace.side_effects import collectors
-from smp_strategy.model.trace.snapshot import Snapshot, containers_in, is_of_library, is_ours, is_own_object, stored
+from smp_strategy.model.trace.snapshot import Snapshot, containers_in, stored
 
 __all__ = ["MOST_ENTRIES", "Names", "Variables", "places_of_step", "reached_by_hooks", "variables_of"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
-# Levels of nested containers that are searched, counted from an attribute.
-_MOST_LEVELS = 2
 
 _CONTAINERS = (dict, list, set, deque)
 # Attributes of every module that hold no values of a step.
@@ -53,29 +52,31 @@ def places_of_step(
         variables: Variables that the code names.
     """
     modules = (*glue, *units)
-    places, seen = dict[int, Any](), set(map(id, modules))
-    for module in (*glue, *exposed):
-        _visit(vars(module), 0, seen, places)
+    places, seen = dict[int, Any](), dict[int, Any](zip(map(id, modules), modules, strict=True))
+    for attributes in (vars(module) for module in (*glue, *exposed) if len(vars(module)) <= MOST_ENTRIES):
+        seen[id(attributes)] = places[id(attributes)] = attributes
+        for value in [value for name, value in attributes.items() if name not in _OF_EVERY_MODULE]:
+            _visit(value, seen, places)
     hooks = {module: _hooks_of(module) for module in modules}
     places |= {id(vars(module)): vars(module) for module in units if hooks[module] and id(vars(module)) not in seen}
-    seen |= places.keys()
+    seen |= places
     for _, container in collectors():
-        _visit(container, 1, seen, places)
+        _visit(container, seen, places)
     for hook in (each for of_module in hooks.values() for each in of_module):
         _visit_function(hook, seen, places)
     for names in variables.written:
         places.setdefault(id(names.held_by), names)
-    seen |= places.keys()
+    seen |= places
     for value in variables.values_of_now():
         if isinstance(value, _CONTAINERS):
-            _visit(value, 1, seen, places)
+            _visit(value, seen, places)
     return places
 
 
 def reached_by_hooks(modules: Iterable[nn.Module]) -> list[Any]:
     """Lists, dicts and variables that hooks on ``modules`` reach, except attributes of modules."""
     modules = list(dict.fromkeys(modules))
-    places, seen = dict[int, Any](), {id(vars(module)) for module in modules}
+    places, seen = dict[int, Any](), {id(vars(module)): vars(module) for module in modules}
     for module in modules:
         for hook in _hooks_of(module):
             _visit_function(hook, seen, places)
@@ -86,30 +87,30 @@ def _hooks_of(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in vars(module)[name].values()]
 
 
-def _visit(value: Any, level: int, seen: set[int], places: dict[int, Any]) -> None:
+def _visit(value: Any, seen: dict[int, Any], places: dict[int, Any]) -> None:
     """Add ``value``, if it is a container or an object that holds some, and the containers in it."""
-    key = id(value.held_by if isinstance(value, Names) else value)
-    if level > _MOST_LEVELS or key in seen or isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
         return
-    if isinstance(value, (*_CONTAINERS, Names)):
-        seen.add(key)
-        if len(value) > MOST_ENTRIES:
-            return
-        places[key] = value
-        is_mapping = isinstance(value, Mapping)
-        for name, item in list(stored(value).items()) if is_mapping else [(None, item) for item in value]:
-            if level or name not in _OF_EVERY_MODULE or isinstance(value, Names):
-                _visit(item, level + 1, seen, places)
-    elif level == 1 and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Iterator):
-        seen.add(key)
-        _visit(vars(value), level, seen, places)
+    is_container = isinstance(value, _CONTAINERS)
+    if not is_container and (not hasattr(value, "__dict__") or callable(value) or isinstance(value, Iterator)):
+        return
+    for _, item in nodes(value if is_container else vars(value), _containers_in, levels=1, once=seen):
+        if len(item) <= MOST_ENTRIES:
+            places[id(item)] = item
 
 
-def _visit_function(function: Any, seen: set[int], places: dict[int, Any]) -> None:
+def _containers_in(container: Any) -> Iterable[tuple[None, Any]]:
+    if len(container) > MOST_ENTRIES:
+        return ()
+    inside = list(stored(container).values()) if isinstance(container, dict) else container
+    return [(None, each) for each in inside if isinstance(each, _CONTAINERS)]
+
+
+def _visit_function(function: Any, seen: dict[int, Any], places: dict[int, Any]) -> None:
     """Add what a hook can reach: variables around it, arguments bound to it, the object whose method it is."""
     if id(function) in seen:
         return
-    seen.add(id(function))
+    seen[id(function)] = function
     values: list[Any] = []
     if isinstance(function, functools.partial):
         values = [*function.args, *function.keywords.values()]
@@ -121,16 +122,18 @@ def _visit_function(function: Any, seen: set[int], places: dict[int, Any]) -> No
         _visit_function(function.__func__, seen, places)
     elif isinstance(function, FunctionType):
         for name, cell in _cells_of(function):
-            variable = Names(cell, [name])
-            _visit(variable, 0, seen, places)
-            if variable and callable(cell.cell_contents):
-                _visit_function(cell.cell_contents, seen, places)
+            seen[id(cell)] = cell
+            places.setdefault(id(cell), Names(cell, [name]))
+            content = _value_in(cell, name)
+            _visit(content, seen, places)
+            if callable(content):
+                _visit_function(content, seen, places)
         values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         values += [function.__globals__.get(name) for name in function.__code__.co_names]
     elif hasattr(function, "__dict__"):
         values = [vars(function)]
     for value in values:
-        _visit(value, 1, seen, places)
+        _visit(value, seen, places)
 
 
 def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
@@ -291,12 +294,7 @@ def _value_in(holder: dict[str, Any] | type | CellType, name: str) -> Any:
 
 @final
 class Names(MutableMapping[str, Any]):
-    """Some names of a namespace or a class; or a variable of an enclosing function, which is empty until assigned.
-
-    Args:
-        held_by: Namespace, class or cell.
-        names: Names in it; of a cell the only one.
-    """
+    """Some names of a namespace or a class; or a variable of an enclosing function, which is empty until assigned."""
 
     def __init__(self, held_by: dict[str, Any] | type | CellType, names: Iterable[str]) -> None:
         self.held_by = held_by

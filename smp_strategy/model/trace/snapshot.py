@@ -17,29 +17,24 @@ Changes of containers past the methods that their class overrides.
 
 What a dry run or a turn of a microbatch has changed is put back by this package, not by the user. A class may refuse
 changes (a frozen configuration), or entries that exist already (a registry): such checks are for the user's code.
-
-Distinguish code and objects of the user from those of libraries.
 """
 
-import argparse
 import collections
 import copy
 import dataclasses
-import functools
 import itertools
 import random
-import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from functools import partial
 from operator import is_
-from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from smp_strategy.model.trace.pytree import is_own_object, nodes
 
 __all__ = [
     "Snapshot",
@@ -54,13 +49,11 @@ __all__ = [
     "set_item",
     "set_items",
     "stored",
-    "is_of_library",
-    "is_own_object",
-    "is_ours",
 ]
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+_CONTAINERS = (list, dict, set, deque)
+_NESTS = (*_CONTAINERS, tuple)
 _ORDINARY = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict})
 # Nothing is in them, or others capture it.
 _PLAIN = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
@@ -139,17 +132,20 @@ class Snapshot:
         self.restore()
 
     def _add_objects(self, values: Iterable[Any]) -> None:
-        objects: dict[int, Any] = {}
-        others: dict[int, Callable[[], object]] = {}
-        _look_for(values, objects, others, _MOST_LEVELS)
-        own = [vars(each) for each in objects.values() if is_own_object(each)]
+        own: list[dict[str, Any]] = []
+        for value in _objects_in(values):
+            put_back = _put_back(value)
+            if put_back is not None:
+                self._others.append(put_back)
+            elif isinstance(value, (dict, list, tuple, nn.Module, Tensor, type)):
+                continue
+            elif is_own_object(value):
+                own.append(vars(value))
+            elif isinstance(getattr(value, "__dict__", None), dict):
+                numbers = {name: held for name, held in vars(value).items() if type(held) in (int, float)}
+                self._others.append(partial(vars(value).update, numbers))
         for container in (*own, *containers_in(value for each in own for value in each.values())):
             self.add(container)
-        self._others += others.values()
-        for each in objects.values():
-            if not is_own_object(each):
-                numbers = {name: held for name, held in vars(each).items() if type(held) in (int, float)}
-                self._others.append(partial(vars(each).update, numbers))
 
 
 def contents_of(container: Any) -> Any:
@@ -213,18 +209,20 @@ def is_dataclass(value: Any) -> bool:
 def containers_in(values: Iterable[Any]) -> list[Any]:
     """The lists, dicts and sets among ``values`` and nested in them, each once."""
     found: dict[int, Any] = {}
-
-    def visit(nests: Iterable[Any]) -> None:
-        for nest in nests:
-            if id(nest) not in found:
-                found[id(nest)] = nest
-                inside = nest.values() if isinstance(nest, dict) else nest
-                # Others may refuse to be filled. Asked of all at once: there may be a million numbers.
-                if not _ORDINARY.isdisjoint(map(type, inside)):
-                    visit([each for each in inside if type(each) in _ORDINARY])
-
-    visit([value for value in values if isinstance(value, (*_CONTAINERS, tuple))])
+    for value in values:
+        if isinstance(value, _NESTS):
+            if value and id(value) not in found:
+                deque(nodes(value, _ordinary, once=found), maxlen=0)
+            found[id(value)] = value
     return [item for item in found.values() if not isinstance(item, tuple)]
+
+
+def _ordinary(nest: Any) -> Iterable[tuple[None, Any]]:
+    """Containers in a container; others may refuse to be filled."""
+    inside = nest.values() if isinstance(nest, dict) else nest
+    if _ORDINARY.isdisjoint(map(type, inside)):  # asked of all at once: there may be a million numbers
+        return ()
+    return [(None, each) for each in inside if type(each) in _ORDINARY]
 
 
 def _tensors_in(namespaces: Iterable[dict[str, Any]]) -> list[Callable[[], object]]:
@@ -244,26 +242,21 @@ def _put_value_back(tensor: Tensor, version: int, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _look_for(
-    values: Iterable[Any], objects: dict[int, Any], others: dict[int, Callable[[], object]], levels: int
-) -> None:
-    """Collect into ``objects`` those with attributes, and into ``others`` how to put back arrays and generators."""
+def _objects_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Values among and in ``values`` that may be objects, arrays or generators, each once."""
+    seen: dict[int, Any] = {}
     for value in values:
-        if type(value) in _PLAIN or id(value) in objects or id(value) in others:
-            continue
-        put_back = _put_back(value)
-        if put_back is not None:
-            others[id(value)] = put_back
-        elif isinstance(value, (dict, list, tuple)) and levels:
-            inside = value.values() if isinstance(value, dict) else value
-            if len(value) <= _MOST_ENTRIES:
-                _look_for(list(inside), objects, others, levels - 1)
-        elif is_own_object(value):
-            objects[id(value)] = value
-            if levels:
-                _look_for(list(vars(value).values()), objects, others, levels - 1)
-        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (nn.Module, Tensor, type)):
-            objects[id(value)] = value
+        yield from (item for _, item in nodes(value, _inside, levels=_MOST_LEVELS, once=seen))
+
+
+def _inside(value: Any) -> Iterable[tuple[None, Any]]:
+    """Values in a short container or an object of the user's classes."""
+    if isinstance(value, (dict, list, tuple)):
+        inside = value.values() if isinstance(value, dict) else value
+        inside = inside if len(value) <= _MOST_ENTRIES else ()
+    else:
+        inside = vars(value).values() if is_own_object(value) else ()
+    return [(None, each) for each in inside if type(each) not in _PLAIN]
 
 
 def _put_back(value: Any) -> Callable[[], object] | None:
@@ -281,7 +274,7 @@ def _put_back(value: Any) -> Callable[[], object] | None:
     return None
 
 
-_BASES = (collections.OrderedDict, dict, list, set, collections.deque)
+_BASES = (collections.OrderedDict, dict, list, set, deque)
 
 
 def stored(mapping: Any) -> Any:
@@ -323,45 +316,3 @@ def refill(container: Any, contents: Any) -> None:
 
 def _base_of(container: Any) -> Any:
     return next((each for each in _BASES if isinstance(container, each)), type(container))
-
-
-# Folders of libraries, in this environment or in one that it extends.
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-# Library classes whose objects have only the attributes that the user gives them.
-_BARE = (SimpleNamespace, argparse.Namespace)
-
-
-def is_of_library(defined: type | FunctionType | ModuleType) -> bool:
-    """Whether it is defined in an installed package, in Python's standard library or in this package."""
-    if isinstance(defined, ModuleType):
-        return _is_installed(defined.__name__)
-    if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
-        return False
-    return is_ours(defined) or _is_installed(defined.__module__)
-
-
-def is_ours(defined: type | FunctionType) -> bool:
-    """Whether this package defines it."""
-    # Functions of code that was run without a module's name have none.
-    return (defined.__module__ or "").partition(".")[0] == __name__.partition(".")[0]
-
-
-def is_own_object(value: Any) -> bool:
-    """Whether ``value`` is an object with attributes, of a class that the user has defined."""
-    if isinstance(value, _BARE):
-        return True
-    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return has_attributes and not isinstance(value, (nn.Module, Tensor, type)) and not is_of_library(type(value))
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-@functools.cache
-def _is_installed(name: str) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return True
-    return not _INSTALLED.isdisjoint(Path(file).parts) or any(Path(file).is_relative_to(each) for each in _libraries())

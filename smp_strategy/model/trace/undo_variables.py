@@ -51,11 +51,7 @@ def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | 
 
 @final
 class Rewindable(Iterator[Any]):
-    """Iterator that can be rewound; all other attributes are those of the wrapped iterator.
-
-    Args:
-        iterator: Iterator to wrap.
-    """
+    """Iterator that can be rewound; all other attributes are those of the wrapped iterator."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator

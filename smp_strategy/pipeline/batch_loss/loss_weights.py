@@ -100,13 +100,7 @@ class LossWeights:
 
 @final
 class ProgramTerms:
-    """Terms of one microbatch's program.
-
-    Args:
-        step: terms of the step.
-        number: number of the microbatch.
-
-    """
+    """Terms of one microbatch's program."""
 
     def __init__(self, step: LossWeights, number: int) -> None:
         self._step = step

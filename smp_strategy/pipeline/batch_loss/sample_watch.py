@@ -36,9 +36,6 @@ class _Found(NamedTuple):
 class SampleWatch:
     """Follows the samples of a microbatch through the calls of its program.
 
-    Args:
-        record: follows them through tensors of the batch alone.
-
     Attributes:
         comparison: operation on the way to the loss that computes with several samples at once, as text; empty: there
             is none.

@@ -35,12 +35,7 @@ class ProgramDraws:
         self._num_operations += 1
 
     def seeded(self, kind: Literal["unit", "op"], position: int) -> Callable[[], AbstractContextManager[None]] | None:
-        """Context factory for the stream of a random call; ``None`` if it draws from the global generators.
-
-        Args:
-            kind: kind of the call.
-            position: position of its event in the trace.
-        """
+        """Context factory for the stream of a random call; ``None`` if it draws from the global generators."""
         if self._generators is not None:
             return None
         # Operations have a count of their own: the number of units depends on the partition, and draws must not.

@@ -40,11 +40,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 @final
 class TorchSwitches(MutableMapping[Any, Any]):
-    """Settings by their names, and ``requires_grad`` of parameters by their numbers.
-
-    Args:
-        parameters: Parameters of the module.
-    """
+    """Settings by their names, and ``requires_grad`` of parameters by their numbers."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters

@@ -73,11 +73,7 @@ class WatchedWrites:
 
 @final
 class BufferWrites:
-    """Detects interleaved in-place changes of buffers; one object serves one step.
-
-    Args:
-        modules: modules above the units.
-    """
+    """Detects interleaved in-place changes of buffers; one object serves one step."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         held = [(name, each) for module in modules for name, each in module._buffers.items() if each is not None]

@@ -72,11 +72,6 @@ def take_change(
 def follow_changes(tensor: PlacedTensor, program_trace: ProgramTrace, stage: int) -> None:
     """Bring ``tensor`` up to date after changes that were made through others with the same memory.
 
-    Args:
-        tensor: placed tensor that is out of date.
-        program_trace: trace of its program.
-        stage: this rank's stage.
-
     Raises:
         UnsupportedError: a change cannot be written into the tensor, which does not share the real memory.
     """

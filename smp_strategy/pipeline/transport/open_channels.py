@@ -133,10 +133,6 @@ class MeasuredPath(NamedTuple):
 def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPath]:
     """Measure the paths from each stage to the next one. Collective over all ranks.
 
-    Args:
-        transport: transport between the stages.
-        device: device of the tensors.
-
     Returns:
         The paths of all replicas, the same on all ranks.
     """

@@ -29,13 +29,7 @@ LEAST_BYTES: Final = 1 << 19
 
 @final
 class SharedMemoryChannel(Channel):
-    """Channel to a stage that can read this rank's arena, and whose arena this rank can read.
-
-    Args:
-        own: arena of this rank, for all stages.
-        theirs: arena of the other stage.
-        small: channel for small tensors, and for those of accelerators.
-    """
+    """Channel to a stage that can read this rank's arena, and whose arena this rank can read."""
 
     def __init__(self, own: Arena, theirs: PeerArena, small: Channel) -> None:
         self._own, self._theirs, self._small = own, theirs, small

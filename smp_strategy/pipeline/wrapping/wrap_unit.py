@@ -53,12 +53,6 @@ def wrap_unit(
 def call_directly(unit: Callee, args: Any, kwargs: Any, *, stage: Stage, program: Interpreter | None) -> Any:
     """Call a unit that is called inside another unit, or outside of a step.
 
-    Args:
-        unit: unit, whose key is its name.
-        args, kwargs: its arguments.
-        stage: this rank's stage.
-        program: running program, if any.
-
     Raises:
         UnsupportedError: its weights are on another stage.
     """

@@ -130,13 +130,7 @@ class Microbatch:
 
 @final
 class CallTable:
-    """Cache over candidates of a partition: costs of every call under every choice, and solved knapsacks.
-
-    Args:
-        relief: Fixed and free choices.
-        trace: Trace of a microbatch.
-        work: Work of its events.
-    """
+    """Cache over candidates of a partition: costs of every call under every choice, and solved knapsacks."""
 
     def __init__(self, relief: ActivationPlan, trace: Trace, work: Mapping[int, Work]) -> None:
         self.costs = {

@@ -191,12 +191,7 @@ class StageUnits(NamedTuple):
 
 @final
 class Bounds:
-    """Lower bounds on time and memory of the stages of a problem.
-
-    Args:
-        problem: Partitioning problem.
-        promise: Bounds on the microbatches in flight on each stage.
-    """
+    """Lower bounds on time and memory of the stages of a problem."""
 
     def __init__(self, problem: PartitionProblem, promise: Callable[[int], Promise]) -> None:
         self._problem = problem

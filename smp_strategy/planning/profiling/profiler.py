@@ -281,11 +281,7 @@ def measure(
 
 
 def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Rank that measures each kind of rank 0: greedy load balancing, the most expensive kind first.
-
-    Args:
-        costs: Modelled costs by kind that a rank has met, for each rank.
-    """
+    """Rank that measures each kind of rank 0: greedy load balancing, the most expensive kind first."""
     load = [0.0] * len(costs)
     owner: dict[str, int] = {}
     for kind in sorted(costs[0], key=lambda kind: (-costs[0][kind], kind)):

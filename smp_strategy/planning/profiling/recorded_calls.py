@@ -6,16 +6,14 @@ Other objects (a key/value cache) are copied without the values of their tensors
 """
 
 import hashlib
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.distributed.agreement.common_settings import shown
 from smp_strategy.model.trace.fake_call import is_left_behind, stand_in
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee
 from smp_strategy.model.trace.pytree import flatten_call
@@ -26,8 +24,6 @@ __all__ = ["CallLog", "Modes", "OpaqueArgument", "RecordedCall", "construction"]
 
 # Attributes that every module has: tensors, submodules and hooks.
 STATE = frozenset(vars(nn.Module())) - {"training"}
-# Deeper nested options are ignored: an object may even hold itself.
-DEPTH = 4
 
 
 class Modes(NamedTuple):
@@ -87,9 +83,6 @@ class OpaqueArgument(NamedTuple):
 class CallLog:
     """Recorder of unit calls.
 
-    Args:
-        device_type: Type of the device of the calls.
-
     Attributes:
         calls: Recorded calls, in program order.
     """
@@ -122,27 +115,9 @@ def construction(module: nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         # Integers are ignored: they number layers. If they change the amount of work, the operations differ.
         options = {key: value for key, value in vars(part).items() if key not in STATE and type(value) is not int}
-        yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {_option(options)}"
+        yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {shown(options)}"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-
-
-def _option(value: Any, depth: int = DEPTH) -> str:
-    """Text of an option, equal on all ranks for equal options; objects of unknown classes are named by class."""
-    kind = type(value).__qualname__
-    if isinstance(value, (Enum, *IMMUTABLE)):
-        return repr(value)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return getattr(value, "__qualname__", kind)
-    if depth == 0:
-        return kind
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return f"{kind}{sorted((repr(key), _option(part, depth - 1)) for key, part in value.items())}"
-    if isinstance(value, (tuple, list)):
-        return f"{kind}{[_option(part, depth - 1) for part in value]}"
-    return kind
 
 
 def _description(leaf: Any) -> str:

@@ -63,13 +63,6 @@ class Timed(NamedTuple):
 class PlanScorer:
     """Score of orders of passes: end of ``steps`` steps in a row, under memory limits and a deadline.
 
-    Args:
-        graph: Passes of a step.
-        flow: Segment graph that ``graph`` was made from.
-        limits: Memory limits of the stages.
-        steps: Steps in a row that are simulated.
-        latest: Deadline of a single step.
-
     Attributes:
         graph: As given.
         steps: As given.

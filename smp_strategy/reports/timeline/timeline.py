@@ -46,11 +46,7 @@ class Timeline(Report):
         return text(self.comparison, self.ranks, self.step)
 
     def to_json(self, only: Collection[int] | None = None) -> str:
-        """Trace for https://ui.perfetto.dev or chrome://tracing: two rows for each rank, measured and predicted.
-
-        Args:
-            only: Global ranks in the trace; ``None``: all.
-        """
+        """Trace for https://ui.perfetto.dev or chrome://tracing: two rows for each rank, measured and predicted."""
         return chrome_trace(self.comparison, self.ranks, {"step": self.step}, only)
 
     def to_html(self) -> str:

@@ -185,12 +185,7 @@ _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hook_problem(block: LayerBlock, modules: Mapping[str, nn.Module]) -> str | None:
-    """Reason why hooks prevent the split of ``block``, or ``None``.
-
-    Args:
-        block: Block to be split.
-        modules: All modules by qualified name.
-    """
+    """Reason why hooks prevent the split of ``block``, or ``None``."""
     for layer, how in block.layers.items():
         for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
             is_cut = cut_key(modules[layer], how, own) is not None

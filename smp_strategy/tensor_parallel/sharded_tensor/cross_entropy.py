@@ -74,13 +74,7 @@ def cross_entropy(
 
 
 def argmax(part: Tensor, group: TensorGroup, lengths: Sequence[int]) -> Tensor:
-    """Index of the largest element over the last dim, which is cut; the first one of several.
-
-    Args:
-        part: This rank's part.
-        group: Ranks that have the parts.
-        lengths: Lengths of the parts.
-    """
+    """Index of the largest element over the last dim, which is cut; the first one of several."""
     if part.shape[-1]:
         values, indices = part.detach().max(-1)
     else:

@@ -49,12 +49,7 @@ _SAME_SIZE = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 
 
 def operate(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func``, at least one of whose arguments is split.
-
-    Args:
-        name: Name of the operation.
-        func, args, kwargs: The call.
-    """
+    """Call ``func``, at least one of whose arguments is split."""
     kind = name if name.startswith("__") else name.rstrip("_")
     if kwargs.get("out") is None:
         # Each returns `NotImplemented` for calls that it cannot do.

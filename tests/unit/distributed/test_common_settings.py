@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp_strategy.distributed.agreement.common_settings import differences, explained, named
-from smp_strategy.engine.lifecycle.run_lifecycle import of_fields, of_process, shown
+from smp_strategy.distributed.agreement.common_settings import differences, explained, named, shown
+from smp_strategy.engine.lifecycle.run_lifecycle import of_fields, of_process
 
 
 class Word(enum.Enum):

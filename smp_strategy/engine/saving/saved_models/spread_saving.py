@@ -39,9 +39,6 @@ __all__ = ["FileNotes", "SpreadModel", "spread_model", "write_together"]
 class FileNotes:
     """Files that a library would have written to ``folder``.
 
-    Args:
-        folder: Folder that the library was given.
-
     Attributes:
         files: Noted files.
     """

@@ -237,11 +237,7 @@ class DistributedEmbedding(nn.Embedding):
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """PyTorch's layer norm, which is one kernel already.
-
-    Args:
-        normalized_shape, eps, elementwise_affine: as of ``nn.LayerNorm``.
-    """
+    """PyTorch's layer norm, which is one kernel already."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)

@@ -28,7 +28,7 @@ from smp_strategy.distributed.host_copies import Landed
 from smp_strategy.distributed.message_tags import ANNOUNCEMENTS, NUM_ANNOUNCEMENTS
 from smp_strategy.distributed.pending_messages import send
 
-__all__ = ["AnnouncementReader", "AnnouncementWriter", "IncomingOrder", "OutgoingOrder"]
+__all__ = ["AnnouncementWriter", "IncomingOrder", "OutgoingOrder", "read_announcements"]
 
 _END: Final = -1
 """In place of a size: no more messages will come."""
@@ -61,11 +61,7 @@ class OutgoingOrder:
 
 @final
 class IncomingOrder:
-    """Receiver's end of an edge.
-
-    Args:
-        edge: the edge.
-    """
+    """Receiver's end of an edge."""
 
     def __init__(self, edge: OrderedEdge) -> None:
         self._edge = edge
@@ -136,9 +132,10 @@ class AnnouncementWriter:
         self(self._next, _END)
 
 
-@final
-class AnnouncementReader:
-    """Thread that receives the announcements of an edge.
+def read_announcements(
+    incoming: IncomingOrder, group: dist.ProcessGroup, peer: int, broken: Callable[[], None]
+) -> None:
+    """Receive the announcements of an edge until its sender ends.
 
     Args:
         incoming: receiver's end of the edge.
@@ -146,21 +143,6 @@ class AnnouncementReader:
         peer: sender's rank in it.
         broken: called when the connection or a receive has failed.
     """
-
-    def __init__(
-        self, incoming: IncomingOrder, group: dist.ProcessGroup, peer: int, broken: Callable[[], None]
-    ) -> None:
-        arguments = (incoming, group, peer, broken)
-        self._thread = threading.Thread(target=_read, args=arguments, name="announcements", daemon=True)
-        self._thread.start()
-
-    def join(self, seconds: float) -> bool:
-        """Wait for the sender's end, for at most that long; whether it came."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-
-def _read(incoming: IncomingOrder, group: dist.ProcessGroup, peer: int, broken: Callable[[], None]) -> None:
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     failed = False
     for number in count():

@@ -17,16 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
+from smp_strategy.distributed.failure import BackgroundCall
 from smp_strategy.distributed.host_copies import HostCopies, Landed
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.transport.channel import Channel, Header
 from smp_strategy.pipeline.transport.device_channels.device_channel import DeviceChannel
 from smp_strategy.pipeline.transport.device_channels.message_order import (
-    AnnouncementReader,
     AnnouncementWriter,
     IncomingOrder,
     OutgoingOrder,
+    read_announcements,
 )
 from smp_strategy.pipeline.transport.place_header import PlaceHeader, place_header
 from smp_strategy.pipeline.transport.wire_format import dense_strides, received_strides
@@ -93,11 +94,6 @@ class NcclChannel(DeviceChannel):
 class OrderKeeper:
     """Announcements of two edges, which travel between this rank and another by gloo.
 
-    Args:
-        edges: outgoing and incoming edge.
-        group: process group of the stages.
-        peer: the other rank in it.
-
     Attributes:
         outgoing, incoming: the ends for a channel.
     """
@@ -106,7 +102,7 @@ class OrderKeeper:
         self._edges = edges
         self._writer = AnnouncementWriter(group, peer)
         self.outgoing, self.incoming = OutgoingOrder(edges[0], self._writer), IncomingOrder(edges[1])
-        self._reader = AnnouncementReader(self.incoming, group, peer, self._break_off)
+        self._reader = BackgroundCall(lambda: read_announcements(self.incoming, group, peer, self._break_off))
 
     def settle(self) -> None:
         """Free the memory of announcements, once they have arrived."""
@@ -116,7 +112,7 @@ class OrderKeeper:
         """End the edges, together with the other rank unless that is gone."""
         with suppress(RuntimeError):  # its connection is broken
             self._writer.end()
-        is_broken = not self._reader.join(FAREWELL_SECONDS) or self.incoming.is_broken
+        is_broken = not self._reader.within(FAREWELL_SECONDS) or self.incoming.is_broken
         for edge in self._edges:
             edge.close(is_broken=is_broken)
 

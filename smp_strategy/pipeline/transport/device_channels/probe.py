@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import StoreCall
+from smp_strategy.distributed.failure import BackgroundCall
 from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.torch_modes import ThreadModes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -72,7 +72,7 @@ def probe(opened: Mapping[int, DeviceChannel | str], group: dist.ProcessGroup, d
 
 def give_up(channel: DeviceChannel) -> None:
     """Free what belongs to a channel that has failed, as far as that is possible within some seconds."""
-    StoreCall(channel.release).within(_FAREWELL_SECONDS)
+    BackgroundCall(channel.release).within(_FAREWELL_SECONDS)
 
 
 def _agreed(reasons: Mapping[int, str], group: dist.ProcessGroup) -> dict[int, str]:
@@ -94,7 +94,7 @@ def _attempt(call: Callable[[], T], device: torch.device) -> T | str:
         with modes.apply():
             return call()
 
-    attempt = StoreCall(run)
+    attempt = BackgroundCall(run)
     if not attempt.within(PROBE_SECONDS):
         return f"no answer within {PROBE_SECONDS:.0f} s"
     try:

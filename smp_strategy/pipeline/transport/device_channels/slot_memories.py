@@ -77,14 +77,7 @@ class SlotMemory(ABC):
 
 @final
 class PageLockedSlots(SlotMemory):
-    """Slots in memory of the host that both ranks have page-locked.
-
-    Args:
-        own: arena of this rank.
-        theirs: arena of the other rank.
-        copies: copies of this rank's device.
-        lock, unlock: page-lock memory, and undo it.
-    """
+    """Slots in memory of the host that both ranks have page-locked."""
 
     name = "shared page-locked memory"
     # Not measured: about where copies over gloo's socket take longer than the wake-ups of a message.
@@ -132,13 +125,7 @@ class PageLockedSlots(SlotMemory):
 
 @final
 class IpcSlots(SlotMemory):
-    """Slots in memory of the sender's device.
-
-    Args:
-        own: arena of this rank.
-        theirs: arena of the other rank.
-        ipc: operations of this rank's device.
-    """
+    """Slots in memory of the sender's device."""
 
     name = "CUDA IPC"
     # Not measured: a message through a slot costs each side some calls of the driver, and no wait for the device.
