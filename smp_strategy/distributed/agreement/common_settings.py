@@ -9,7 +9,7 @@ Schedulers and callbacks run on every rank. One that looks at a value of a rank'
 a validation loss) sets learning rates apart, so each update notes the settings of its optimizer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "described",
     "differences",
     "explained",
     "named",
@@ -29,6 +30,15 @@ Settings = Mapping[str, str]
 
 ABSENT: Final = "nothing"
 """Text for a rank that has no setting of that name."""
+
+
+def described(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Classes of ``optimizers``, and numbers of parameters that they train: a rank that lacks some would drift."""
+    return {
+        f"optimizer {number}": f"{type(each).__name__} of {[len(group['params']) for group in each.param_groups]} "
+        "parameters"
+        for number, each in enumerate(optimizers)
+    }
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
