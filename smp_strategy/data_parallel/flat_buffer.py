@@ -21,7 +21,7 @@ into the buffer; the values that this rank updates, the master weights, keep the
 
 import enum
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,17 @@ class ParameterState(enum.Enum):
     """The elements that this rank updates."""
     WHOLE = enum.auto()
     """Whole, in memory of their own."""
+
+
+_MOST_COMPARED: Final = 16384
+"""Elements of a shard that are compared before a buffer is freed."""
+_FREES_PER_COMPARISON: Final = 64
+"""On an accelerator."""
+
+
+def _are_same(mine: Tensor, sent: Tensor) -> bool:
+    sent = sent.to(mine.dtype)
+    return torch.equal(mine, sent) or torch.allclose(mine, sent, rtol=0, atol=0, equal_nan=True)
 
 
 @final
@@ -115,6 +126,7 @@ class FlatBuffer:
         self._state = ParameterState.RESTING
         # Versions of the gathered parameters.
         self._versions: list[int] = []
+        self._num_frees, self._is_compared = 0, True
         self._refreshing: list[Handle[object]] = []
         self._arriving: Handle[object] | None = None
         # Gradients that parameters had while they rested, which are shown in another form now.
@@ -333,10 +345,29 @@ class FlatBuffer:
             slot.entry.names[0]
             for parameter, version, values, slot in states
             if parameter._version != version or parameter.data_ptr() != values.data_ptr()
-        ]
+        ] or self._written_behind_data()
         if names:
-            self._versions = [each._version for each in self.parameters]  # the error is raised once
+            # The error is raised once.
+            self._versions = [each._version for each in self.parameters]
+            self._is_compared = False
             raise lost_writes(names)
+
+    @untracked()
+    def _written_behind_data(self) -> list[str]:
+        """Names of gathered parameters of which this rank's elements are not those that it has sent.
+
+        Versions do not tell of writes to ``parameter.data``. On an accelerator a comparison waits for all work there.
+        """
+        self._num_frees += 1
+        if not self._is_compared or (self._full.device.type != "cpu" and self._num_frees % _FREES_PER_COMPARISON):
+            return []
+        mine = self._full.chunk(self.layout.degree)[self._collectives.rank]
+        shard = self._shard if self._shard.numel() else self.own
+        step = max(len(mine) // _MOST_COMPARED, 1)
+        if _are_same(mine[::step], shard[::step]):
+            return []
+        pieces = [(slot, self.layout.piece(slot, self._collectives.rank).in_shard) for slot in self.layout.slots]
+        return [slot.entry.names[0] for slot, here in pieces if not _are_same(mine[here], shard[here])]
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
         return [own[piece.in_shard] for piece in self.own_pieces]

@@ -11,7 +11,7 @@ Before the first message of a step, and before each in a hook, ranks compare the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, final
 
@@ -91,6 +91,11 @@ class TensorGroup:
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
             self._begin_comparison(what, inputs)
         self._position, self._inputs, self._is_agreed = what, inputs, False
+
+    def note_inputs(self, inputs: Iterable[tuple[str, int, int]]) -> None:
+        """Let the next comparison include calls with tensors that all ranks must have alike, and digests of these."""
+        for each in inputs if self._inputs != NO_INPUTS else ():
+            self._ledger.note(INPUTS, each)
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:

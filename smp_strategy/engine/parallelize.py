@@ -31,6 +31,8 @@ from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import option_types
 from smp_strategy.config.variables import note_on_others
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.agreement.common_settings import described
+from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.commands.layout_planning import estimates_on_ranks
@@ -80,6 +82,7 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
         SMPError: layers would be split otherwise than in the last run.
     """
     layout, mesh = parts.layout, parts.mesh
+    parts.ledger.note(SETTINGS, described(parts.optimizers)).compare("the first step")
     parts.delayed.prepare(layout.units, parts.optimizers)
     if layout.group.size > 1:
         _split_layers(parts, first, layout.group)
@@ -322,6 +325,7 @@ def _runtime(parts: EngineParts, local_model: LocalModel, transport: Transport |
         glue=glue,
         replicas=replicas_of(mesh),
         agree=layout.group.all_of,
+        note_inputs=layout.group.note_inputs if mesh.tp > 1 else None,
     )
     if parts.config.compile:
         for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):

@@ -107,7 +107,7 @@ class MicrobatchInterpreter:
         self._make_known, self._with_weights, self._glue = stage.make_known, stage.with_weights, stage.glue
         self._reads_refused, self.parameters_refused = stage.reads_refused, stage.parameters_refused
         self._activations, self._exposed, self._rehearsal = stage.activations, stage.exposed, stage.rehearsal
-        self._carried = stage.carried
+        self._carried, self._compares_inputs = stage.carried, stage.compares_inputs
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
         self._unpredictable = UnpredictableCalls(
@@ -236,6 +236,8 @@ class MicrobatchInterpreter:
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
+        if self._compares_inputs:
+            self._carried.note_tensors(self.microbatch, name, leaves, but=prediction.changed)
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
         event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:

@@ -67,6 +67,8 @@ class Stage:
     """Returns whether a condition holds on all tensor-parallel ranks of this stage; collective over them."""
     carried: CarriedObjects = field(default_factory=CarriedObjects)
     """Arguments of units, which stages compare if objects come to units again."""
+    note_inputs: Callable[[list[tuple[str, int, int]]], None] | None = None
+    """Lets tensor-parallel ranks of this stage compare plain tensors that units get; ``None``: there are no others."""
     latest: Latest = field(default_factory=Latest)
     """Holder of the trace that new programs follow."""
     exposed: ExposedAttributes | None = None
@@ -78,6 +80,11 @@ class Stage:
     def is_dry(self) -> bool:
         """Whether this is a dry run, whose results are thrown away."""
         return self.exposed is not None or self.rehearsal is not None
+
+    @property
+    def compares_inputs(self) -> bool:
+        """Whether ranks compare plain tensors that units get."""
+        return self.transport is not None or self.note_inputs is not None
 
     @cached_property
     def streams(self) -> Streams:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.topics import PROGRAM, UNIT_ARGUMENTS
+from smp_strategy.distributed.agreement.topics import INPUTS, PROGRAM, UNIT_ARGUMENTS
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.stage import Stage
 
@@ -33,9 +33,15 @@ class StepEnd:
         self._results = results
         self._sharing: Callable[[], Any] | None = None
         self._ledger = Ledger(probes=True)
+        inputs = stage.carried.take_inputs()
+        if stage.note_inputs is not None:
+            stage.note_inputs(inputs)
         if stage.transport is not None:
             self._ledger.note(PROGRAM, "\n".join(name for each in programs for name in each.program_trace.path))
-            self._ledger.note(UNIT_ARGUMENTS, stage.carried.take()).begin(THE_END, stage.transport.group)
+            self._ledger.note(UNIT_ARGUMENTS, stage.carried.take())
+            for each in inputs:
+                self._ledger.note(INPUTS, each)
+            self._ledger.begin(THE_END, stage.transport.group)
 
     def go_on(self) -> None:
         """Begin whatever can begin now, without waiting for other stages."""

@@ -116,6 +116,20 @@ def test_what_a_rank_changes_between_steps_is_told_at_the_next_update(overrides,
         assert said in message
 
 
+def without_the_last(self):
+    return torch.optim.SGD(list(self.parameters())[: own([None, -2])], lr=0.1)
+
+
+@pytest.mark.parametrize("smp", [REPLICAS, {"pipeline_parallel_degree": 2, "microbatches": 2}])
+def test_an_optimizer_that_lacks_parameters_on_a_rank_is_told_before_the_first_step(smp, tmp_path):
+    def fit():
+        trainer = toy_trainer(str(tmp_path), smp=smp)
+        return error_of(lambda: trainer.fit(toy_module(configure_optimizers=without_the_last), toy_loader()))
+
+    for message in run_ranks(fit, 2, timeout=60):
+        assert "optimizer 0: SGD of [8] parameters on rank 0, SGD of [6] parameters on rank 1" in message
+
+
 OTHER_DEVICES = """
     import os
     from smp_strategy import SMPStrategy

@@ -141,3 +141,38 @@ def fit(smp, overrides, callbacks, folder):
 def test_inputs_that_hooks_make_on_each_rank_are_compared(overrides, callbacks, said, tmp_path):
     for message in run_ranks(fit, 2, LAYOUTS["pp2"], overrides, callbacks, str(tmp_path), timeout=60):
         assert said in message
+
+
+def noise_for_a_unit(self, batch, batch_idx):
+    noise = torch.from_numpy(np.random.default_rng(self.global_rank).normal(size=batch[0].shape)).float()
+    return self.loss((batch[0] + noise, batch[1]))
+
+
+def noise_above_units(self, batch, batch_idx):
+    hidden = self.net[0](batch[0])
+    mask = torch.rand(hidden.shape, generator=own(self.global_rank)) > 0.5
+    return self.net[2:](hidden * mask).square().mean()
+
+
+def not_filled_above_units(self, batch, batch_idx):
+    hidden = self.net[0](batch[0])
+    out = torch.full(hidden.shape, float(self.global_rank))  # as `torch.empty` may leave it
+    out[:] = hidden
+    return self.net[2:](out).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (noise_for_a_unit, "Ranks 0 and 1 are in a call of `net"),
+        (noise_above_units, "Ranks 0 and 1 are in a call of `mul` with different inputs"),
+        (not_filled_above_units, "nothing"),
+    ],
+)
+def test_noise_that_each_rank_draws_in_a_step_is_told(step, said, tmp_path):
+    layouts = [LAYOUTS["pp2"]]
+    if step is noise_for_a_unit:
+        layouts.append({**LAYOUTS["tp2"], "tensor_parallel": {"net.2": "column", "net.4": "row"}})
+    for smp in layouts:
+        for message in run_ranks(fit, 2, smp, {"training_step": step}, (), str(tmp_path), timeout=60):
+            assert said in message

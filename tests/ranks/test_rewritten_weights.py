@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.testing import run_ranks
 
 
@@ -63,15 +63,27 @@ class ExchangedLater(nn.Linear):
         return super().forward(x)
 
 
+class ScaledLater(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
 LAYERS = {"clamped": Clamped, "normalized": Normalized, "exchanged": Exchanged, "hooked": hooked}
 LATER = {"normalized later": NormalizedLater, "exchanged later": ExchangedLater}
+
+KINDS = LAYERS | LATER | {"scaled later": ScaledLater}
 
 
 class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), (LAYERS | LATER)[kind](8, 8), nn.Linear(8, 8)])
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), KINDS[kind](8, 8), nn.Linear(8, 8)])
 
     def loss(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -134,3 +146,27 @@ def test_shards_are_refused_when_their_layer_begins_to_write_to_them(kind, thres
             trained(kind, False, options)
 
     run_ranks(on_rank, 2)
+
+
+def scaled_later(threshold: int) -> str | dict[str, Tensor]:
+    options = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
+    try:
+        return trained("scaled later", False, options)
+    except SMPError as error:
+        return str(error)
+
+
+def test_shards_notice_later_writes_that_versions_do_not_tell_of():
+    found, other = run_ranks(scaled_later, 2, 0)  # rank 0 has all elements of this weight
+    assert "`blocks.1.weight` is written to by its own layer" in found
+    assert "rank 0 failed first" in other
+
+
+def test_such_writes_to_shards_that_stay_gathered_are_kept():
+    model = Net("scaled later")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(BATCH).backward()
+        optimizer.step()
+    torch.testing.assert_close(run_ranks(scaled_later, 2, 10**6)[0], dict(model.state_dict()))

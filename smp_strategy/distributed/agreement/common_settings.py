@@ -12,7 +12,7 @@ a validation loss) sets learning rates apart, so each update notes the settings 
 import dataclasses
 import enum
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "described",
     "differences",
     "explained",
     "named",
@@ -39,6 +40,15 @@ ABSENT: Final = "nothing"
 
 _MOST_LETTERS: Final = 200
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, timedelta, PurePath)
+
+
+def described(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Classes of ``optimizers``, and numbers of parameters that they train: a rank that lacks some would drift."""
+    return {
+        f"optimizer {number}": f"{type(each).__name__} of {[len(group['params']) for group in each.param_groups]} "
+        "parameters"
+        for number, each in enumerate(optimizers)
+    }
 
 
 def of_optimizer(optimizer: Optimizer) -> dict[str, object]:

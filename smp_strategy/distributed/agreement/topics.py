@@ -85,9 +85,9 @@ def _different_splits(values: Mapping[int, Sequence[tuple[str, str]]]) -> SMPErr
 
 
 def _different_inputs(values: Mapping[int, tuple[str, int, int]]) -> SMPError:
-    (first, (doing, *mine)), *others = values.items()
-    rank, shapes = next((rank, shapes) for rank, (_, shapes, number) in others if [shapes, number] != mine)
-    return refused(doing, (first, rank), has_other_shapes=shapes != mine[0])
+    (first, mine), *others = values.items()
+    rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != mine)
+    return refused((mine or theirs)[0], (first, rank), has_other_shapes=mine[:2] != theirs[:2])
 
 
 def _different_program(values: Mapping[int, str]) -> SMPError:

@@ -10,14 +10,16 @@ arguments of units, and compare them with their programs at the end of the step 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
 from smp_strategy.model.trace.object_contents import (
     CONTENTS,
@@ -36,6 +38,9 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["CarriedContents", "CarriedObjects"]
 
+_MOST_COMPARED: Final = 256
+"""Elements of a plain tensor that stages compare."""
+
 
 @final
 @dataclass
@@ -48,6 +53,10 @@ class _UnitArguments:
     """Whether a unit has got one of them again."""
     calls: list[str] = field(default_factory=list)
     """Calls since then."""
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    """Plain tensors, by identity; kept alive for the same reason."""
+    inputs: list[tuple[str, int, int]] = field(default_factory=list)
+    """Calls that got new ones of these, and digests of them."""
 
 
 @final
@@ -55,7 +64,7 @@ class CarriedObjects:
     """Carried objects of a step on a stage."""
 
     def __init__(self) -> None:
-        self._given: dict[int, _UnitArguments] = {}
+        self._given = defaultdict[int, _UnitArguments](_UnitArguments)
         # Units and classes of objects without tensors that they leave as they are (settings, say).
         self._inert: set[object] = set()
 
@@ -104,10 +113,7 @@ class CarriedObjects:
 
     def note(self, microbatch: int, unit: Callee, args: Any, kwargs: Any) -> None:
         """Note the arguments of a call."""
-        leaves = leaves_of((args, kwargs))
-        given = self._given.get(microbatch)
-        if given is None:
-            given = self._given[microbatch] = _UnitArguments()
+        leaves, given = leaves_of((args, kwargs)), self._given[microbatch]
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and is_object(leaf):
                 key = (unit.key, id(leaf))
@@ -115,6 +121,36 @@ class CarriedObjects:
                 given.objects[key] = leaf
         if given.is_carried:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
+
+    def note_tensors(self, microbatch: int, name: str, leaves: list[Any], *, but: Collection[int]) -> None:
+        """Note digests of plain tensors in host memory among the arguments of a call: noise of a rank's own generator.
+
+        On an accelerator, reading them would wait for the device.
+
+        Args:
+            microbatch: Number of the microbatch.
+            name: Name of the unit or operation.
+            leaves: Arguments.
+            but: Positions of those that the call overwrites: `torch.empty` leaves other values on each rank.
+        """
+        new = []
+        for position, leaf in enumerate(leaves):
+            is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, (PlacedTensor, nn.Parameter))
+            if not is_plain or position in but or leaf.device.type != "cpu":
+                continue
+            known = self._given[microbatch].tensors
+            if id(leaf) not in known:
+                known[id(leaf)] = leaf
+                new.append(leaf)
+        if new:
+            self._given[microbatch].inputs.append((f"a call of `{name}`", *digest_of(new, most=_MOST_COMPARED)))
+
+    def take_inputs(self) -> list[tuple[str, int, int]]:
+        """Calls with plain tensors, and digests of these, in the order of microbatches; they are forgotten here."""
+        inputs = [each for _, given in sorted(self._given.items()) for each in given.inputs]
+        for given in self._given.values():
+            given.tensors, given.inputs = {}, []
+        return inputs
 
     def take(self) -> dict[int, list[str]]:
         """Calls to be compared, by microbatch; they are forgotten here."""
