@@ -4,7 +4,9 @@
     python benchmarks/training_memory.py --size 100   # 97 million
     python benchmarks/training_memory.py --quick      # some thousand: does it run?
     python benchmarks/training_memory.py fp32 lora    # some kinds of training only
-    MALLOC_MMAP_THRESHOLD_=262144 python benchmarks/training_memory.py    # freed memory goes back to the system
+    MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 python benchmarks/training_memory.py
+
+With the last line freed memory goes back to the system.
 
 Lightning trains for two steps of AdamW with the same global batch: all weights or LoRA of PEFT, in float32 or under
 ``precision="bf16-mixed"``. Weights are random. Ranks read their shares of files
@@ -12,16 +14,18 @@ Lightning trains for two steps of AdamW with the same global batch: all weights 
 
 The measured memory is the growth of a process's anonymous memory, from before the model is built to the most that a
 sample found (every 2 ms), less the same of a process that trains a model of some thousand parameters: modules that are
-imported on the way, buffers of sockets. Memory that ranks share (messages of stages, gathered shards) has a column of
-its own: the peak of shared pages that a rank has touched.
+imported on the way, buffers of sockets. Memory that ranks share (messages of stages, parts of shards) has a column of
+its own: shared pages count once, divided among the ranks that map them (``Pss_Shmem``).
 
-``over plain`` is the fullest rank's anonymous memory over the plain process's, ``predicted`` the fullest rank of the
-partition that the run has chosen (``explain()``) over what it really took. The last line is JSON: of each layout the
-worst of both over the kinds of training; a prediction is worst where it is farthest from 1.
+``over plain`` is the fullest rank's memory of both kinds over the plain process's, ``predicted`` the fullest rank of
+the partition that the run has chosen (``explain()``) over what it really took. The last line is JSON: of each layout
+the worst of both over the kinds of training; a prediction is worst where it is farthest from 1.
 """
 
+import itertools
 import json
 import logging
+import re
 import sys
 import tempfile
 import threading
@@ -103,28 +107,43 @@ class Found(NamedTuple):
     shared: int
     predicted: int
 
+    @property
+    def total(self) -> int:
+        """Bytes of both kinds."""
+        return self.anonymous + self.shared
+
 
 class Growth:
     """The most that the resident memory of this process has grown since this was made."""
 
     def __init__(self) -> None:
-        self._before = {name: resident(name) for name in ("RssAnon", "RssShmem")}
-        self._most = dict.fromkeys(self._before, 0)
+        self._before = resident("RssAnon")
+        self._most = self._most_shared = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         # The kernel keeps no peak of anonymous memory alone.
-        while not self._is_over.wait(0.002):
-            for name, before in self._before.items():
-                self._most[name] = max(self._most[name], resident(name) - before)
+        for number in itertools.count():
+            if self._is_over.wait(0.002):
+                return
+            self._most = max(self._most, resident("RssAnon") - self._before)
+            if number % 100 == 0:  # the kernel walks over all pages to find these; they stay for several steps
+                self._most_shared = max(self._most_shared, shared())
 
     def end(self) -> list[int]:
         """Anonymous and shared bytes."""
         self._is_over.set()
         self._thread.join()
-        return list(self._most.values())
+        return [self._most, self._most_shared]
+
+
+def shared() -> int:
+    """Bytes of shared pages of this process, divided by the number of processes that map them."""
+    found = re.search(r"Pss_Shmem: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 class Tuned(L.LightningModule):
@@ -207,7 +226,7 @@ def compare(size: Size, kinds: Sequence[str], folder: Path) -> dict[str, dict[st
             begin = time.perf_counter()
             one = found.setdefault(kind, {})[layout or "plain"] = fullest(Run(size, kind, layout), folder)
             ratio = f"{over(one, found[kind]['plain']):.2f}"
-            predicted = f"{one.predicted / max(one.anonymous, 1):.2f}" if layout else "-"
+            predicted = f"{one.predicted / max(one.total, 1):.2f}" if layout else "-"
             sizes = f"{one.anonymous / 1e6:.0f} | {ratio} | {one.shared / 1e6:.0f}"
             print(f"| {kind} | {layout or 'plain'} | {sizes} | {predicted} |", flush=True)
             print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
@@ -215,8 +234,8 @@ def compare(size: Size, kinds: Sequence[str], folder: Path) -> dict[str, dict[st
 
 
 def over(one: Found, plain: Found) -> float:
-    """Anonymous memory over that of the plain process."""
-    return one.anonymous / max(plain.anonymous, 1)
+    """Memory over that of the plain process."""
+    return one.total / max(plain.total, 1)
 
 
 def worst(found: Mapping[str, Mapping[str, Found]]) -> dict[str, float]:
@@ -225,7 +244,7 @@ def worst(found: Mapping[str, Mapping[str, Found]]) -> dict[str, float]:
     for layout in LAYOUTS:
         of_kinds = [(kind[layout], kind["plain"]) for kind in found.values()]
         figures[layout] = max(over(one, plain) for one, plain in of_kinds)
-        ratios = [max(one.predicted, 1) / max(one.anonymous, 1) for one, _ in of_kinds]
+        ratios = [max(one.predicted, 1) / max(one.total, 1) for one, _ in of_kinds]
         figures[f"predicted_{layout}"] = max(ratios, key=lambda ratio: abs(log(ratio)))
     return figures
 

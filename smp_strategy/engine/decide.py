@@ -10,7 +10,9 @@ from torch import Tensor
 
 from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.device_memory import memory_of_stages
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run
@@ -22,11 +24,12 @@ from smp_strategy.pipeline.job import Step
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.costs import Costs, find_costs
 from smp_strategy.planning.memory.model import ShardingOf, holdings_of
+from smp_strategy.planning.memory.sharded import Turn
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import chain_of
 from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
 
-__all__ = ["agree_on", "decide", "partition_of", "step_program", "relief_of"]
+__all__ = ["agree_on", "chosen_for_memory", "decide", "fitting_partition", "programs_of", "relief_of", "step_program"]
 
 
 def decide(
@@ -62,12 +65,12 @@ def decide(
     with measuring():
         costs = find_costs(config, inputs.device, found.calls, found.trace, shape)
     costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen or {}))
-    program = step_program(config, inputs, found, costs, shape, _room_of_stages(config, inputs, shape))
+    programs = programs_of(inputs, found, costs, shape, _room_of_stages(config, inputs, shape))
     module = inputs.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        partition_of(config, program, shape.pp, given).sized(num_parameters),
+        fitting_partition(config, programs, shape.pp, given).sized(num_parameters),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
@@ -85,6 +88,83 @@ def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, giv
         return best_partition(config, program, num_stages)
     program = replace(program, relief=program.relief.taking(given.activation_policies))
     return as_given(config, program, num_stages, given.stage_of)
+
+
+def programs_of(
+    inputs: DryRunInput, found: DryRun, costs: Costs, shape: MeshShape, limits: Sequence[int | None]
+) -> Callable[[SMPConfig], PlanningInput]:
+    """Function from options to the planning problem under them. Arguments as for :func:`step_program`."""
+
+    def program_under(config: SMPConfig) -> PlanningInput:
+        fixed = {} if costs.relief is None else costs.relief.fixed
+        relief = relief_of(config, inputs, costs.machine, fixed)
+        return step_program(config, inputs, found, replace(costs, relief=relief), shape, limits)
+
+    return program_under
+
+
+def fitting_partition(
+    config: SMPConfig,
+    program_under: Callable[[SMPConfig], PlanningInput],
+    num_stages: int,
+    given: GivenPartition | None,
+) -> Partition:
+    """Partition within the memory limits, for shards under options that need less memory if nothing fits otherwise.
+
+    Options that the user has set stay. First no unit is gathered ahead of its use (`sdp_max_live_parameters`), then
+    units may recompute activations, as under `activation_checkpointing=auto`.
+
+    Args:
+        config: All options.
+        program_under: Planning problem under other options.
+        num_stages: Number of stages.
+        given: Stage of each unit, if it is decided already.
+
+    Raises:
+        ConfigError: nothing fits, or there are more chunks than units.
+    """
+    program = program_under(config)
+    try:
+        return partition_of(config, program, num_stages, given)
+    except ConfigError as error:
+        if config.sharded_data_parallel_degree == 1 or not program.memory_limits:
+            raise
+        refusal = error
+    ways, most_live, options = list[SMPConfig](), None, config
+    if program.least_live and config.sdp_max_live_parameters == SMPConfig.sdp_max_live_parameters:
+        most_live = program.least_live
+        options = replace(options, sdp_max_live_parameters=most_live)
+        ways.append(options)
+    may_relieve = config.activation_checkpointing in ("none", ()) and not config.skip_tracing
+    if may_relieve and None not in program.memory_limits:
+        ways.append(replace(options, activation_checkpointing="auto"))
+    for way in ways:
+        try:
+            return replace(partition_of(way, program_under(way), num_stages, given), most_live=most_live)
+        except ConfigError as error:
+            refusal = error
+    raise refusal
+
+
+def chosen_for_memory(config: SMPConfig, partition: Partition) -> str:
+    """Options that :func:`fitting_partition` has chosen, and why, as a sentence; empty: none."""
+    limits = [stage.memory_limit for stage in partition.stages if stage.memory_limit is not None]
+    relieved = 0 if config.activation_checkpointing != "none" else len(partition.activation_policies)
+    if partition.most_live is None and not (relieved and limits):
+        return ""
+    said = []
+    if partition.most_live is not None:
+        said.append(f"no unit is gathered ahead of its use (`sdp_max_live_parameters={partition.most_live}`)")
+    if relieved:
+        said.append(
+            f"{relieved} of {show_count(len(partition.units), 'unit')} compute activations again "
+            "(as under `activation_checkpointing=auto`)"
+        )
+    most = show_bytes(max(stage.memory_bytes for stage in partition.stages))
+    return (
+        f"To stay within the memory limit of {show_bytes(min(limits))} a rank, {' and '.join(said)}: {most} are "
+        "predicted. Set these options to choose otherwise."
+    )
 
 
 def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: ActivationPolicies) -> ActivationPlan:
@@ -135,7 +215,7 @@ def step_program(
         shape: Number of stages, and of ranks that share a stage's tensors.
         limits: Memory limit of a rank of each stage, in bytes; ``None``: unlimited.
     """
-    spreading = ShardingOf.of(config, shape)
+    spreading = ShardingOf.of(config, shape, sends_copies=is_host(inputs.device))
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
     mixed_precision = inputs.calls.mixed_precision
     holdings = holdings_of(
@@ -155,7 +235,7 @@ def step_program(
     if found.trace is None:
         events, work = chain_of({name: held.parameter for name, held in holdings.whole.items()})
     else:
-        events = costs.with_bytes(_as_training(found.trace))
+        events = _with_turns(costs.with_bytes(_as_training(found.trace)), holdings.turns)
         work = costs.work(events.events)
     return PlanningInput(
         trace=events,
@@ -164,12 +244,28 @@ def step_program(
         everywhere=holdings.everywhere,
         whole=holdings.whole,
         state_shards=spreading.state_shards,
+        least_live=holdings.least_live,
+        begins_empty=inputs.begins_empty,
         link=costs.machine.link,
         split_overhead=costs.split_overhead,
         memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
         relief=costs.relief or ActivationPlan(machine=costs.machine),
     )
+
+
+def _with_turns(trace: Trace, turns: Sequence[Turn]) -> Trace:
+    """``trace`` whose working memory is relative to the room in which units take ``turns``."""
+    if not turns:
+        return trace
+    room = max(turn.gathered for turn in turns) + max(turn.own + turn.reducing for turn in turns)
+    events, rest, turn = [], iter(turns), turns[0]
+    for event in trace.events:
+        # Backward of glue comes between those of the units after it and before it.
+        turn = next(rest) if event.kind == "unit" else turn._replace(own=0)
+        beside = turn.beside(event.kept.working_bytes, event.saved_bytes)
+        events.append(event._replace(kept=event.kept._replace(working_bytes=beside - room)))
+    return replace(trace, events=events)
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -84,6 +84,8 @@ class DryRunInput:
     """Names of tensors of units that some ranks do not have in steps, by id."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that the user's code takes for all ranks."""
+    begins_empty: bool = False
+    """Whether each step begins without gradients, as far as is known."""
 
 
 def dry_run(

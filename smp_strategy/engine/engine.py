@@ -126,6 +126,15 @@ class Engine:
         return self._parts.optimizers
 
     @property
+    def begins_empty(self) -> bool:
+        """Whether each step begins without gradients, as far as is known; set it before the first step."""
+        return self._parts.begins_empty
+
+    @begins_empty.setter
+    def begins_empty(self, is_empty: bool) -> None:
+        self._parts.begins_empty = is_empty
+
+    @property
     def gradients_are_seen(self) -> bool:
         """Whether the user looks at gradients between backward and the optimizer's step; set it before the first step.
 

@@ -68,6 +68,7 @@ class EngineParts:
         recorded: the latest training step that had a plan.
         monitor: is told of steps; ``None``: nobody asks for figures.
         gradients_are_seen: whether all replicas keep averaged gradients until the optimizer's step.
+        begins_empty: whether each step begins without gradients, as far as is known.
         seed, num_steps, num_evaluations: where random streams are.
         num_samples: samples in the latest training step of this replica.
         has_counted: whether the first training step has been reported on.
@@ -99,7 +100,7 @@ class EngineParts:
         self.local_model: LocalModel | None = None
         self.recorded: Recorded | None = None
         self.monitor: StepMonitor | None = None
-        self.gradients_are_seen = False
+        self.gradients_are_seen = self.begins_empty = False
         self.seed = self.num_steps = self.num_evaluations = self.num_samples = 0
         self.has_counted = self.has_told_of_comparison = self.has_described = False
         self.chosen = unset(config)
@@ -162,6 +163,7 @@ class EngineParts:
             optimizers=self.optimizers,
             num_microbatches=self.config.num_microbatches(num_stages) if num_stages > 1 else 1,
             replicas=replicas_of(self.mesh),
+            begins_empty=self.begins_empty,
         )
 
     def glue(self) -> list[nn.Module]:

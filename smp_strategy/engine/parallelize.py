@@ -36,7 +36,7 @@ from smp_strategy.distributed.agreement.topics import SETTINGS
 from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.engine.commands.layout_planning import estimates_on_ranks
-from smp_strategy.engine.decide import agree_on, decide
+from smp_strategy.engine.decide import agree_on, chosen_for_memory, decide
 from smp_strategy.engine.dry_run import DryRun, dry_run, run_for_real
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.figures.startup_report import render_layout
@@ -257,6 +257,8 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
         _decide_partition(parts, whole)
         return
     refuse_rewritten(parts)
+    if layout.partition.most_live is not None:
+        parts.config = replace(parts.config, sdp_max_live_parameters=layout.partition.most_live)
     layout.activation_policies = layout.partition.activation_policies
     layout.used_by_glue = found.used_by_glue
     layout.known_plans = plans = PlanCache(
@@ -265,7 +267,8 @@ def _decide_partition(parts: EngineParts, first: FirstStep) -> None:
     if found.trace is not None and found.trace.loss is not None:
         plans.learn(first.kind, found.trace)
     chosen = _why_stages(parts, first, found)
-    notes = (note_on_others(os.environ, option_types()), layout.costs.render(), chosen)
+    chosen_options = chosen_for_memory(config, layout.partition)
+    notes = (note_on_others(os.environ, option_types()), layout.costs.render(), chosen, chosen_options)
     for note in filter(None, notes):
         parts.report(note)
     parts.describe(render_layout(shape, layout.partition, config, layout.split_report))

@@ -69,6 +69,10 @@ class PlanningInput:
     """Unsharded bytes of each unit's parameters, if a rank holds only a shard."""
     state_shards: int = 1
     """Ranks of a stage that share its optimizer state, by whole parameters."""
+    least_live: int = 0
+    """Elements of the largest unit that is gathered by itself; 0: none is."""
+    begins_empty: bool = False
+    """Whether a step begins without gradients: they are not added up over steps."""
     split_overhead: float = SPLIT_OVERHEAD
     """Overhead of a backward in two parts, as a share of the whole backward."""
     memory_limits: tuple[int | None, ...] = ()
@@ -264,6 +268,7 @@ def simulated(
         stage_of=stage_of,
         num_stages=setting.num_stages,
         speeds=program.stage_speeds,
+        gradients=problem.gradients if program.begins_empty else {},
     )
 
     def simulate_flow(flow: Flow) -> Plan:
@@ -277,7 +282,8 @@ def simulated(
         found = relieve(program.relief, microbatch, room, simulate_flow, program.calls)
     else:
         found = relieve(relief, microbatch, room, simulate_flow)
-    return Score(found.plan.makespan, found.peaks, found.activation_policies)
+    activations, working, missing = zip(*found.peaks, strict=True)
+    return Score(found.plan.makespan, activations, found.activation_policies, working, missing)
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:

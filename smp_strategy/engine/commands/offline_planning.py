@@ -22,7 +22,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.distributed.tensor_group import TensorGroup
-from smp_strategy.engine.decide import partition_of, relief_of, step_program
+from smp_strategy.engine.decide import fitting_partition, programs_of, relief_of
 from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
 from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
 from smp_strategy.engine.unit_calls import UnitCalls
@@ -86,17 +86,12 @@ def plan_partition(
     config.check(num_stages)
     units = choose_placed_units(config, module, num_stages)
     given = place_beforehand(config, module, units, num_stages)
-    program = trace_program(
-        config,
-        module,
-        step,
-        microbatch,
-        num_stages=num_stages,
-        loss_of=loss_of,
-        optimizers=optimizers,
-        machine=machine,
-    )
-    return partition_of(config, program, num_stages, given).sized(num_parameters_of(units))
+    shape = _shape(config, num_stages)
+    with surveyed(
+        config, module, step, microbatch, shape=shape, loss_of=loss_of, optimizers=optimizers, machine=machine
+    ) as survey:
+        found = fitting_partition(config, _programs(config, survey, shape), num_stages, given)
+    return found.sized(num_parameters_of(units))
 
 
 def trace_program(
@@ -111,21 +106,21 @@ def trace_program(
     machine: Machine | str = "cpu",
 ) -> PlanningInput:
     """Planning problem: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
-    dp_shard = config.sharded_data_parallel_degree
-    shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
+    shape = _shape(config, num_stages)
     with surveyed(
-        config,
-        module,
-        step,
-        microbatch,
-        shape=shape,
-        loss_of=loss_of,
-        optimizers=optimizers,
-        machine=machine,
+        config, module, step, microbatch, shape=shape, loss_of=loss_of, optimizers=optimizers, machine=machine
     ) as survey:
-        inputs, found, costs, _ = survey
-        limits = config.memory_limits(num_stages) or (None,) * num_stages
-        return step_program(config, inputs, found, costs, shape, limits)
+        return _programs(config, survey, shape)(config)
+
+
+def _shape(config: SMPConfig, num_stages: int) -> MeshShape:
+    dp_shard = config.sharded_data_parallel_degree
+    return MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
+
+
+def _programs(config: SMPConfig, survey: "Survey", shape: MeshShape) -> Callable[[SMPConfig], PlanningInput]:
+    limits = config.memory_limits(shape.pp) or (None,) * shape.pp
+    return programs_of(survey.inputs, survey.found, survey.costs, shape, limits)
 
 
 class Survey(NamedTuple):

@@ -277,6 +277,9 @@ class StrategyHooks(DelegatingStrategy):
         are_seen_in_step = any(has_step_hooks(unwrap(each)) for each in self.optimizers)
         self.engine.gradients_are_seen = is_manual or hooks.see_gradients or are_seen_in_step
         self._forgets_early = not hooks.see_old_gradients
+        scheduler = self.tree.pytorch("callbacks").GradientAccumulationScheduler
+        accumulates = trainer.accumulate_grad_batches > 1 or any(isinstance(c, scheduler) for c in trainer.callbacks)
+        self.engine.begins_empty = self._forgets_early and not is_manual and not accumulates
         is_guarded = bool(self.optimizers) and not is_manual
         self._patches.enter_context(monitored(self, trainer.callbacks, is_guarded=is_guarded))
         pairs = zip(map(unwrap, self.optimizers), self._lightning_optimizers, strict=True)

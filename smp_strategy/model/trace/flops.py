@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.work import Effort, Efforts
+from smp_strategy.model.trace.working_bytes import Kernel
 
 __all__ = ["Product", "KernelTally"]
 
@@ -58,19 +59,27 @@ class Product(NamedTuple):
 class KernelTally:
     """Sum of the costs of kernels.
 
+    Args:
+        parameters: Initial weights.
+        notes_products: Record the results of products, and the sizes of all results. Only for fake tensors, which it
+            keeps alive.
+
     Attributes:
         efforts: The sum.
         cheap: Part of the forward that is no product.
         products: Recorded products, in order.
+        kernels: Recorded kernels, in order.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), *, notes_products: bool = False) -> None:
         self.efforts = Efforts()
         self.cheap = Effort()
         self.products: list[Product] = []
+        self.kernels: list[Kernel] = []
         self._notes_products = notes_products
         # By address; the storages are kept alive, so that no other gets the same address.
         self._weights = {storage_of(parameter): parameter.untyped_storage() for parameter in parameters}
+        self._kept: list[Any] = []
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, *, is_random: bool = False) -> None:
         """Add a call of ``func``.
@@ -91,6 +100,10 @@ class KernelTally:
                 self._weights.pop(storage_of(tensor), None)
         if not _is_kernel(func, inputs, outputs):
             return
+        if self._notes_products:
+            self._kept += [tensor.untyped_storage() for tensor in (*inputs, *outputs)]
+            gradients = {storage_of(tensor): tensor.nbytes for tensor in needing}
+            self.kernels.append(Kernel(_storages(inputs), _storages(outputs), gradients))
         kind = func.overloadpacket
         flops = _flops(kind, args, kwargs, result)
         if flops is None:
@@ -174,6 +187,10 @@ def _is_kernel(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 def _nbytes(tensor: Tensor) -> int:
     """Bytes of the elements; an expanded tensor has fewer than its shape says."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _keys(tensors: Iterable[Tensor]) -> set[int]:

@@ -19,6 +19,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.flops import KernelTally, Product
 from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.work import Effort, SavedBytes, StorageBytes
+from smp_strategy.model.trace.working_bytes import working_bytes
 
 __all__ = ["counting_saved", "watching_kept", "without_transforms"]
 
@@ -77,10 +78,16 @@ def watching_kept(
             ),
             again,
             cheap,
+            working_bytes(tally.kernels, there, saved, _gradients(returned)),
         )
 
     with _noting(excluded, saved, look):
         yield kept
+
+
+def _gradients(leaves: Iterable[Any]) -> dict[int, int]:
+    """Bytes of the gradients of the tensors among ``leaves``, by storage."""
+    return {storage_of(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
 
 
 def _sizes(leaves: Iterable[Any]) -> dict[int, int]:

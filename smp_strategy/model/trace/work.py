@@ -60,6 +60,8 @@ class SavedBytes(NamedTuple):
     """Cost to recompute all of them from the inputs."""
     cheap: Effort = Effort()
     """Part of that cost that is no product."""
+    working_bytes: int = 0
+    """Bytes beside the saved ones, when forward or backward is fullest."""
 
     @property
     def saved_bytes(self) -> int:

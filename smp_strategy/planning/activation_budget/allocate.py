@@ -23,8 +23,9 @@ from smp_strategy.planning.schedule.flow import Flow, KeptBytes, route
 from smp_strategy.planning.schedule.peak_memory import (
     DEFAULT_HORIZON,
     ActionMemory,
+    Peak,
     moments,
-    peak_saved_bytes,
+    peaks,
     used_bytes,
 )
 
@@ -126,6 +127,8 @@ class Microbatch:
     num_stages: int
     speeds: Sequence[float] = ()
     """Relative speeds of the stages; empty: all equal."""
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the gradients of each unit, if a step begins without them."""
 
 
 @final
@@ -155,8 +158,8 @@ class SimulatedStep(NamedTuple):
     """Simulated step with its peak memory."""
 
     plan: Plan
-    peaks: tuple[int, ...]
-    """Peak bytes of activations of each stage."""
+    peaks: tuple[Peak, ...]
+    """Each stage when it is fullest."""
     activation_policies: ActivationPolicies
     """Choices of all units that do not keep everything."""
 
@@ -219,7 +222,7 @@ class _Search:
         flow = self._flow = self._relief.flow(self._microbatch, activation_policies)
         plan = self._simulate(flow)
         used = {name: policy for name, policy in activation_policies.items() if not policy.is_default}
-        return SimulatedStep(plan, peak_saved_bytes(plan, flow, self._relief.horizon), used)
+        return SimulatedStep(plan, peaks(plan, flow, self._relief.horizon, self._microbatch.gradients), used)
 
     def fits(self, found: SimulatedStep) -> bool:
         """Whether every stage is within its limit."""
@@ -228,7 +231,7 @@ class _Search:
     def too_full(self, found: SimulatedStep) -> list[int]:
         """Stages over their limit."""
         both = enumerate(zip(found.peaks, self._room, strict=True))
-        return [stage for stage, (peak, most) in both if most is not None and peak > most]
+        return [stage for stage, (peak, most) in both if most is not None and peak.total > most]
 
     def chosen(self, stage: int, found: SimulatedStep) -> dict[str, ActivationPolicy]:
         """Choices for the units of ``stage`` that fit at all known moments, with those of this plan."""
@@ -289,7 +292,7 @@ class _Search:
         """Costs of the calls of a unit under choice ``number``."""
         costs = [self._calls.costs[call.position][number] for _, call in calls]
         kept = [
-            (segment, KeptBytes(call.name, each.saved_bytes, each.again_bytes, each.offloaded_bytes))
+            (segment, KeptBytes(call.name, *each[:3], working=call.working))
             for (segment, call), each in zip(calls, costs, strict=True)
         ]
         return Alternative(
@@ -314,7 +317,7 @@ def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: ActionMemory) ->
         running = moment.running
         if running is not None and running.segment == segment:
             before += call.saved * running.frees
-            during = max(during, call.again * running.recomputes + running.window * call.offloaded)
+            during = max(during, call.again * running.recomputes + running.window * call.offloaded + call.working)
     return MemoryUse(around, before, during)
 
 

@@ -29,14 +29,12 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
-from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.planning.partition.partition import MemoryByCategory, Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.planning.planner import PlanningInput, best_partition
-from smp_strategy.planning.schedule.peak_memory import fullest_moments
 from smp_strategy.planning.schedule.policies import Policy
-from smp_strategy.planning.schedule.simulate import simulate
 
 __all__ = [
     "Estimate",
@@ -77,24 +75,6 @@ class StepSeconds(NamedTuple):
         return sum(self)
 
 
-class MemoryByCategory(NamedTuple):
-    """Bytes of the fullest rank by category."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Gathered parameters and unreduced gradients."""
-    activations: int
-    working: int
-    """Gradients on their way: that of the largest result, beside the one that is computed from it."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of the rank."""
-        return sum(self)
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchCosts:
@@ -108,11 +88,6 @@ class MicrobatchCosts:
     """Policies of the units under `activation_checkpointing=all`."""
     split_bytes: Mapping[str, int]
     """Bytes that all-reduces of split layers sum in forward, by unit."""
-
-    @cached_property
-    def working_bytes(self) -> int:
-        """Bytes of gradients on their way through a backward, at most."""
-        return 2 * max((value.nbytes for event in self.trace.events for value in event.outputs[:1]), default=0)
 
     @cached_property
     def kept(self) -> "_Totals":
@@ -169,6 +144,8 @@ class _Totals(NamedTuple):
     """Most bytes that the recomputation of a unit adds."""
     cut_bytes: int
     """Bytes of the result of an ordinary unit: the median."""
+    working_bytes: int
+    """Most bytes of temporary results and gradients on their way."""
 
     @classmethod
     def of(cls, trace: Trace, work: Mapping[int, Work], plain: float) -> Self:
@@ -181,6 +158,7 @@ class _Totals(NamedTuple):
             sum(event.saved_bytes for event in trace.events),
             max((event.again_bytes for event in trace.events), default=0),
             int(median(value.nbytes for event in trace.events for value in event.outputs[:1] if event.kind == "unit")),
+            max((event.kept.working_bytes for event in trace.events), default=0),
         )
 
 
@@ -220,7 +198,10 @@ def rough(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit:
     message = 0.0 if stages == 1 else _stage_link(layout, cluster).seconds(totals.cut_bytes)
     # Messages fill and drain the pipeline like passes, and a link has no time for more than one of them.
     step = (microbatches - 1) * max(busiest, message) + stages * busiest + 2 * (stages - 1) * message
-    timed = (step, microbatches * busiest, held, saved)
+    memory = MemoryByCategory(
+        held.parameter, held.gradient, held.optimizer, held.passing, saved, max(0, totals.working_bytes)
+    )
+    timed = (step, microbatches * busiest, memory, held.states)
     return _estimate(costs, layout, cluster, memory_limit, timed, costs.elements // stages)
 
 
@@ -230,44 +211,22 @@ def planned(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limi
     Raises:
         ConfigError: No partition fits the limit.
     """
-    limits = (memory_limit - costs.microbatch.working_bytes,) * layout.pp
-    program = replace(_program_on(costs, layout, cluster), memory_limits=limits)
+    # Gradients of shards have memory of their own.
+    is_empty = layout.dp_shard == 1
+    limits = (memory_limit,) * layout.pp
+    program = replace(_program_on(costs, layout, cluster), memory_limits=limits, begins_empty=is_empty)
     config = SMPConfig.from_options(**layout.options)
     chunks = [1, 2] if layout.pp > 1 and 2 * layout.pp <= len(program.parameters) else [1]
     policies = [Policy("1f1b", number) for number in chunks]
     partition = best_partition(config, program, layout.pp, policies=policies)
-    held, activation_bytes, missing = _fullest(program, partition, begins_empty=layout.dp_shard == 1)
     busiest = max(stage.seconds for stage in partition.stages)
     whole = max(
         sum(unit.held.gradient for unit in partition.units if unit.stage == stage) for stage in range(layout.pp)
     )
-    timed = (partition.step_seconds, busiest, held, activation_bytes)
+    stage = max(partition.stages, key=lambda stage: stage.memory_bytes)
+    timed = (partition.step_seconds, busiest, stage.fullest, stage.held.states)
     found = _estimate(costs, layout, cluster, memory_limit, timed, whole // GRADIENT_ITEMSIZE)
-    memory = found.memory._replace(gradients=max(0, held.gradient - missing))
-    return replace(found, partition=partition, memory=memory)
-
-
-def _fullest(program: PlanningInput, partition: Partition, *, begins_empty: bool) -> tuple[HeldBytes, int, int]:
-    """The fullest rank when it is fullest: what it holds, activations, and gradients that do not exist yet.
-
-    Args:
-        program: Program of the layout.
-        partition: Its stages.
-        begins_empty: Whether a step begins without gradients; those of shards have memory of their own.
-    """
-    moments = [(stage.activation_bytes, 0) for stage in partition.stages]
-    if begins_empty:
-        stage_of = {unit.name: unit.stage for unit in partition.units}
-        microbatch = Microbatch(
-            trace=program.trace, work=program.work, stage_of=stage_of, num_stages=len(partition.stages)
-        )
-        flow = program.relief.flow(microbatch, program.relief.fixed)
-        policy = Policy("1f1b", partition.chunks_per_stage)
-        plan = simulate(flow, partition.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
-        gradients = {unit.name: unit.held.gradient for unit in partition.units}
-        moments = list(fullest_moments(plan, flow, gradients, program.relief.horizon))
-    loads = [(stage.held, *moment) for stage, moment in zip(partition.stages, moments, strict=True)]
-    return max(loads, key=lambda load: load[0].total + load[1] - load[2])
+    return replace(found, partition=partition)
 
 
 def _program_on(costs: LayoutCosts, layout: JobLayout, cluster: Cluster) -> PlanningInput:
@@ -289,17 +248,17 @@ def _estimate(
     layout: JobLayout,
     cluster: Cluster,
     memory_limit: int,
-    timed: tuple[float, float, HeldBytes, int],
+    timed: tuple[float, float, MemoryByCategory, int],
     elements: int,
 ) -> Estimate:
     """Estimate from a simulated step.
 
     Args:
         costs, layout, cluster, memory_limit: As given.
-        timed: Seconds of the step, work of its busiest stage, and bytes of the fullest rank: parameters, activations.
+        timed: Seconds of the step, work of its busiest stage, bytes of the fullest rank, and of its states.
         elements: Trained elements of a stage, before they are sharded.
     """
-    step, busiest, held, activation_bytes = timed
+    step, busiest, memory, states = timed
     totals = costs.microbatch.recomputed if layout.recomputes else costs.microbatch.kept
     split = _split_seconds(costs, layout, cluster)
     passes = totals.seconds + split
@@ -322,10 +281,8 @@ def _estimate(
         idle=max(0.0, step - busiest),
         gathers=gathers,
         gradients=gradients,
-        optimizer=OPTIMIZER_PASSES * held.states / cluster.device.machine.bytes_per_second,
+        optimizer=OPTIMIZER_PASSES * states / cluster.device.machine.bytes_per_second,
     )
-    working = costs.microbatch.working_bytes
-    memory = MemoryByCategory(held.parameter, held.gradient, held.optimizer, held.passing, activation_bytes, working)
     return Estimate(layout=layout, seconds=seconds, memory=memory, memory_limit=memory_limit, link_bytes=sent)
 
 

@@ -21,7 +21,7 @@ from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
 from smp_strategy.data_parallel.optimizer_probe import StateSize, moments, optimizer_state_sizes
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.model.units import Unit
-from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
+from smp_strategy.planning.memory.sharded import Turn, flat_groups, most_gathered, share_of, turns_of
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.precision.dtypes import summed_dtype
 
@@ -53,6 +53,8 @@ class ShardingOf:
     """Replicas of a shard group that share the optimizer state of each shard."""
     gradient_dtype: GradientDtype = "float32"
     """Dtype in which gradients of half-precision parameters are added up."""
+    sends_copies: bool = False
+    """Whether parts for other ranks are copied before they are sent, as in memory that the ranks of a host share."""
 
     @property
     def reduces_early(self) -> bool:
@@ -60,7 +62,7 @@ class ShardingOf:
         return self.num_stages == 1
 
     @classmethod
-    def of(cls, config: SMPConfig, shape: MeshShape) -> "ShardingOf":
+    def of(cls, config: SMPConfig, shape: MeshShape, *, sends_copies: bool = False) -> "ShardingOf":
         """Sharding by the options, on this mesh."""
         return cls(
             degree=shape.dp_shard,
@@ -71,6 +73,7 @@ class ShardingOf:
             state_shards=shape.dp if config.shard_optimizer_state and shape.dp_shard == 1 else 1,
             num_owners=shape.dp // shape.dp_shard if config.shard_optimizer_state and shape.dp_shard > 1 else 1,
             gradient_dtype=config.gradient_dtype,
+            sends_copies=sends_copies,
         )
 
 
@@ -85,6 +88,10 @@ class ModelMemory:
     """Bytes that every stage holds, independent of its units."""
     whole: Mapping[str, HeldBytes]
     """Unsharded bytes of each unit's parameters."""
+    turns: tuple[Turn, ...] = ()
+    """Of each call; empty: units take no turns."""
+    least_live: int = 0
+    """Elements of the largest unit that is gathered by itself; 0: none is."""
 
 
 def holdings_of(
@@ -117,7 +124,7 @@ def holdings_of(
     plain = [
         _plain(
             parameter,
-            sizes[name].nbytes(parameter.shape),
+            sizes[name],
             use_dtypes.get(name) if number in in_units else None,
             summed_dtype(parameter.dtype, spreading.gradient_dtype),
         )
@@ -126,13 +133,15 @@ def holdings_of(
     everywhere = {number: held for number, held in enumerate(plain) if number not in alone}
     by_unit = {name: {number: plain[number] for number in mine} for name, mine in members.items()}
     whole = {name: HeldBytes.sum_of(mine.values()) for name, mine in by_unit.items()}
+    turns: tuple[Turn, ...] = ()
+    least_live = 0
     if spreading.degree > 1:
         spread = {name: [number for number in mine if number in alone] for name, mine in members.items()}
-        shares, turns = _spread(spread, named, optimizers, use_dtypes, spreading, calls)
+        shares, room, turns, least_live = _spread(spread, named, optimizers, use_dtypes, spreading, calls)
         kept = {name: {n: held for n, held in mine.items() if n in everywhere} for name, mine in by_unit.items()}
         by_unit = {name: kept[name] | shares[name] for name in by_unit}
-        everywhere[_TURNS] = turns
-    return ModelMemory(by_unit=by_unit, everywhere=everywhere, whole=whole)
+        everywhere[_TURNS] = room
+    return ModelMemory(by_unit=by_unit, everywhere=everywhere, whole=whole, turns=turns, least_live=least_live)
 
 
 def _spread(
@@ -142,8 +151,11 @@ def _spread(
     use_dtypes: Mapping[str, torch.dtype],
     spreading: ShardingOf,
     calls: Sequence[str],
-) -> tuple[dict[str, dict[int, HeldBytes]], HeldBytes]:
-    """Bytes of sharded parameters on a rank, by unit, and the room in which units take turns."""
+) -> tuple[dict[str, dict[int, HeldBytes]], HeldBytes, tuple[Turn, ...], int]:
+    """Bytes of sharded parameters on a rank, by unit.
+
+    Beside them: the room in which units take turns, the turns of calls, and the elements of the largest unit in turn.
+    """
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
@@ -159,21 +171,41 @@ def _spread(
     def state_bytes(entry: FlatParameter, numel: int) -> int:
         return sizes[entry.names[0]].nbytes((numel,))
 
+    def update_bytes(entry: FlatParameter, numel: int) -> int:
+        return sizes[entry.names[0]].update_bytes((numel,))
+
     shares = {
         number: share_of(
-            layout, state_bytes, gathers_once=spreading.gathers_once, reduces_early=spreading.reduces_early
+            layout,
+            state_bytes,
+            update_bytes,
+            gathers_once=spreading.gathers_once,
+            reduces_early=spreading.reduces_early,
         )
         for number, layout in layouts.items()
     }
     of_unit = {name: [group.number for group in groups if name in group.users] for name in members}
     uses = [of_unit[name] for name in calls or members]
-    gathered = unreduced = 0
-    if not spreading.gathers_once:
-        gathered = most_gathered(uses, layouts, spreading.most_live, in_any_order=spreading.num_stages > 1)
-    if spreading.reduces_early:
-        unreduced = most_unreduced(uses, layouts, MOST_REDUCING)
-    turns = HeldBytes(0, gathered=gathered, unreduced=unreduced)
-    return {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}, turns
+    turns = turns_of(
+        uses,
+        layouts,
+        most_live=spreading.most_live,
+        most_reducing=MOST_REDUCING,
+        gathers=not spreading.gathers_once,
+        reduces=spreading.reduces_early,
+    )
+    gathered = max((turn.gathered for turn in turns), default=0)
+    if not spreading.gathers_once and spreading.num_stages > 1:
+        gathered = most_gathered(uses, layouts, spreading.most_live, in_any_order=True)
+    unreduced = max((turn.own + turn.reducing for turn in turns), default=0)
+    if spreading.reduces_early and spreading.sends_copies:
+        reducing = max((turn.reducing for turn in turns), default=0)
+        shard = max((layout.transient_bytes for layout in layouts.values()), default=0) // spreading.degree
+        unreduced += shard + reducing - reducing // spreading.degree
+    room = HeldBytes(0, gathered=gathered, unreduced=unreduced)
+    by_unit = {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}
+    live = [] if spreading.gathers_once else [layout.transient_numel for layout in layouts.values()]
+    return by_unit, room, tuple(turns) if calls and spreading.num_stages == 1 else (), max(live, default=0)
 
 
 def _state_sizes(
@@ -196,13 +228,16 @@ def _state_sizes(
 
 
 def _plain(
-    parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None, summed_in: torch.dtype
+    parameter: nn.Parameter, state: StateSize, copied_to: torch.dtype | None, summed_in: torch.dtype
 ) -> HeldBytes:
     """Bytes of a parameter that is whole on each rank, with its half-precision copy if units compute in one."""
     values = parameter.nbytes + (0 if copied_to is None else parameter.numel() * copied_to.itemsize)
     if not parameter.requires_grad:
         return HeldBytes(values)
-    return HeldBytes(values, parameter.numel() * summed_in.itemsize, state_bytes)
+    shape = parameter.shape
+    return HeldBytes(
+        values, parameter.numel() * summed_in.itemsize, state.nbytes(shape), updating=state.update_bytes(shape)
+    )
 
 
 def _entry(

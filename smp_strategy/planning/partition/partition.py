@@ -20,7 +20,7 @@ from smp_strategy.planning.output_file import write_atomically
 from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Score, UnitCost
 from smp_strategy.planning.partition.user_partition import FORMAT
 
-__all__ = ["Partition", "PlacedUnit", "StageActivations", "StageLoad", "UnitActivations"]
+__all__ = ["MemoryByCategory", "Partition", "PlacedUnit", "StageActivations", "StageLoad", "UnitActivations"]
 
 # Tolerance between bounds and simulated times, which are sums in different orders.
 ROUNDING = 1e-9
@@ -88,6 +88,29 @@ class PlacedUnit:
         return sum(self.work) + self.relief.seconds
 
 
+class MemoryByCategory(NamedTuple):
+    """Bytes of the fullest rank by category, at its fullest moment."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Gathered parameters and unreduced gradients."""
+    activations: int
+    working: int
+    """Temporary results and gradients on their way, or temporary results of the optimizer."""
+
+    @property
+    def states(self) -> int:
+        """Bytes that stay between steps."""
+        return sum(self[:3])
+
+    @property
+    def total(self) -> int:
+        """Bytes of the rank."""
+        return sum(self)
+
+
 @final
 @dataclass(frozen=True)
 class StageLoad:
@@ -98,15 +121,31 @@ class StageLoad:
     held: HeldBytes
     """Parameters, gradients and optimizer state; a parameter that units of the stage share counts once."""
     activation_bytes: int
-    """Peak bytes of activations."""
+    """Bytes of activations when the stage is fullest."""
     memory_limit: int | None = None
     all_kept_bytes: int | None = None
     """Peak bytes of activations if units kept everything; ``None``: they do."""
+    working_bytes: int = 0
+    """Temporary results and gradients on their way when the stage is fullest."""
+    missing_bytes: int = 0
+    """Gradients that do not exist yet then."""
 
     @property
     def memory_bytes(self) -> int:
-        """Peak bytes of everything."""
-        return self.held.total + self.activation_bytes
+        """Peak bytes of everything, in the passes over the model or in the update."""
+        return self.held.peak(self.activation_bytes + self.working_bytes - self.missing_bytes)
+
+    @property
+    def fullest(self) -> MemoryByCategory:
+        """The same by category."""
+        held, working = self.held, self.working_bytes
+        if self.memory_bytes > held.total + self.activation_bytes + working - self.missing_bytes:
+            return MemoryByCategory(held.parameter, held.gradient, held.optimizer, 0, 0, held.updating)
+        # Below zero: not all of the room in which units take turns.
+        gathered, gradient = held.passing + min(0, working), held.gradient - self.missing_bytes
+        return MemoryByCategory(
+            held.parameter, gradient, held.optimizer, gathered, self.activation_bytes, max(0, working)
+        )
 
 
 @final
@@ -133,6 +172,8 @@ class Partition:
     """Lower bound on the cost of contiguous partitions under this schedule; 0 if unknown, as for a manual partition."""
     limited_by: str
     """Bottleneck of the step: ``time of stage 2``, ``memory of stage 0``."""
+    most_live: int | None = None
+    """Most gathered elements for prefetching, if a limit of memory has lowered them."""
 
     @classmethod
     def of(
@@ -174,6 +215,8 @@ class Partition:
                 score.activation_bytes[stage],
                 setting.limit(stage),
                 None if relief is None else relief.all_kept_bytes[stage],
+                score.working_bytes[stage] if score.working_bytes else 0,
+                score.missing_bytes[stage] if score.missing_bytes else 0,
             )
             for stage, held in enumerate(problem.held(stage_of))
         )

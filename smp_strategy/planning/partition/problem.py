@@ -53,6 +53,8 @@ class HeldBytes(NamedTuple):
     """Gathered values of sharded parameters, while they are in use."""
     unreduced: int = 0
     """Unreduced gradients of sharded parameters, before the reduce-scatter."""
+    updating: int = 0
+    """Temporary results of the optimizer, which updates parameters one after the other."""
 
     @property
     def states(self) -> int:
@@ -66,13 +68,19 @@ class HeldBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Persistent and temporary bytes."""
-        return sum(self)
+        """Persistent and temporary bytes of the passes over the model."""
+        return self.states + self.passing
+
+    def peak(self, beside: int) -> int:
+        """Bytes at the fullest moment: of the passes, with ``beside`` for activations, or of the update."""
+        return max(self.total + beside, self.states + self.updating)
 
     @classmethod
     def sum_of(cls, parts: Iterable["HeldBytes"]) -> "HeldBytes":
         """Sum of ``parts`` by kind."""
-        return cls(*map(sum, zip(cls(0), *parts, strict=True)))
+        parts = list(parts)
+        found = cls(*map(sum, zip(cls(0), *parts, strict=True)))
+        return found._replace(updating=max((part.updating for part in parts), default=0))
 
 
 @final
@@ -103,9 +111,18 @@ class Score(NamedTuple):
 
     step_seconds: float
     activation_bytes: tuple[int, ...]
-    """Peak of each stage."""
+    """Activations of each stage when it is fullest."""
     activation_policies: ActivationPolicies = {}
     """Recomputation and offload of all units that do not keep everything."""
+    working_bytes: tuple[int, ...] = ()
+    """Working memory of each stage then; empty: unknown."""
+    missing_bytes: tuple[int, ...] = ()
+    """Gradients of each stage that do not exist yet then; empty: none."""
+
+    def beside(self, stage: int) -> int:
+        """Bytes of ``stage`` beside what it holds of parameters."""
+        working = self.working_bytes[stage] if self.working_bytes else 0
+        return self.activation_bytes[stage] + working - (self.missing_bytes[stage] if self.missing_bytes else 0)
 
 
 class Promise(NamedTuple):
@@ -219,6 +236,16 @@ class PartitionProblem:
             unique[stage_of[unit.name]].update(unit.parameters)
         return tuple(self._dealt_out(parameters) for parameters in unique)
 
+    @cached_property
+    def gradients(self) -> Mapping[str, int]:
+        """Bytes of the gradients that only the stage of each unit holds."""
+        # The gradient of a shared parameter begins with the last unit that uses it.
+        last = {key: unit.name for unit in self.units for key in unit.parameters if key not in self.everywhere}
+        return {
+            unit.name: sum(held.gradient for key, held in unit.parameters.items() if last.get(key) == unit.name)
+            for unit in self.units
+        }
+
     def at_least(self, held: HeldBytes) -> int:
         """Lower bound on the bytes that parameters add to the fullest rank of their stage."""
         return held.total - held.optimizer + held.optimizer // self.setting.state_shards
@@ -237,8 +264,7 @@ class PartitionProblem:
 
     def memory(self, stage_of: Mapping[str, int], score: Score) -> tuple[int, ...]:
         """Peak bytes of each stage."""
-        held = self.held(stage_of)
-        return tuple(mine.total + peak for mine, peak in zip(held, score.activation_bytes, strict=True))
+        return tuple(held.peak(score.beside(stage)) for stage, held in enumerate(self.held(stage_of)))
 
     def fits(self, memory: Sequence[int]) -> bool:
         """Whether every stage stays within its limit."""

@@ -28,6 +28,8 @@ class KeptBytes(NamedTuple):
     """Bytes in host memory, loaded ahead of its backward."""
     position: int = -1
     """Position of the event in the microbatch."""
+    working: int = 0
+    """Bytes beside these while the call runs, forward or backward."""
 
 
 @final
@@ -102,6 +104,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
                     event.again_bytes,
                     event.offloaded_bytes,
                     position,
+                    event.kept.working_bytes,
                 )
             )
             made_in.update((value.id, segment) for value in event.outputs)

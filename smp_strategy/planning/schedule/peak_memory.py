@@ -1,30 +1,33 @@
-"""Peak activation memory of each stage under a schedule, with recomputation and offload.
+"""Peak memory of activations of each stage under a schedule, with recomputation and offload, and working memory.
 
-A segment keeps its activations from its forward to the end of its backward, with three refinements:
+A segment keeps its activations from its forward to the end of its backward, with four refinements:
 
 * Recomputed activations come back unit by unit during backward, beside the activations that the units before keep. If
   weight gradients are postponed, the activations of other units stay until they are computed.
 * Offloaded activations are on the device near their use: from *horizon* actions before their backward on, and for some
   calls after their forward, while they are copied away. A single stage counts calls of units instead of actions.
+* Beside them are the temporary results and the gradients of the call that runs
+  (:mod:`smp_strategy.model.trace.working_bytes`).
 * Only moments that no other moment covers matter: a moment covers another if it is at least as full, whatever units
   keep.
 
-Limits leave room for all gradients at every moment, because batches may be accumulated. In a step by itself the
-gradients of a segment exist from its first backward on (:func:`fullest_moments`).
+If batches are accumulated, all gradients exist at every moment. In a step by itself those of a unit exist from its
+first backward on.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan
-from smp_strategy.planning.schedule.flow import Flow, KeptBytes
+from smp_strategy.planning.schedule.flow import Flow
 
-__all__ = ["DEFAULT_HORIZON", "ActionMemory", "fullest_moments", "moments", "peak_saved_bytes", "used_bytes"]
+__all__ = ["DEFAULT_HORIZON", "ActionMemory", "Peak", "moments", "peak_saved_bytes", "peaks", "used_bytes"]
 
 DEFAULT_HORIZON = 4
+NOTHING: Final[Mapping[str, int]] = {}
 # Calls with pending or queued copies to the host while the next call computes.
 LEAVING_CALLS = 3
 
@@ -120,73 +123,119 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[tu
 
 
 def used_bytes(moment: ActionMemory, flow: Flow) -> int:
-    """Bytes of activations at a moment."""
+    """Bytes of activations and working memory at a moment."""
+    return _around(moment, flow) + (0 if moment.running is None else _inside(flow, moment.running).total)
+
+
+def _around(moment: ActionMemory, flow: Flow) -> int:
+    """Bytes of activations at a moment, without those of the running segment."""
     used = sum(count * sum(call.saved for call in flow.kept[segment]) for segment, count in moment.kept.items())
-    used += sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in moment.near.items())
-    return used if moment.running is None else used + _passing(flow.kept[moment.running.segment], moment.running)
+    near = moment.near.items()
+    return used + sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in near)
 
 
-def _passing(calls: Sequence[KeptBytes], running: Running) -> int:
-    """Peak bytes of a running segment, forward or backward."""
-    before = most = 0
+class Peak(NamedTuple):
+    """Memory of a stage when it is fullest."""
+
+    activations: int = 0
+    working: int = 0
+    """Temporary results of the running call, and gradients on their way."""
+    missing: int = 0
+    """Gradients of parameters that do not exist yet."""
+
+    @property
+    def total(self) -> int:
+        """Bytes beside the parameters with all their gradients and optimizer state."""
+        return self.activations + self.working - self.missing
+
+
+def _inside(flow: Flow, running: Running, coming: Mapping[str, int] = NOTHING) -> Peak:
+    """The fullest moment of a running segment.
+
+    Args:
+        flow: Segments.
+        running: The running one.
+        coming: Gradients of units that its backward is the first to compute.
+    """
+    calls, before, found = flow.kept[running.segment], 0, list[Peak]()
+    missing: dict[str, int] = {}
     for number, call in enumerate(calls):
         before += call.saved if running.frees else 0
+        missing[call.name] = coming.get(call.name, 0)
         first = max(0, number + 1 - running.window)
         window = sum(each.offloaded for each in calls[first : number + 1]) if running.window else 0
-        most = max(most, before + window + (call.again if running.recomputes else 0))
-    return most
+        there = before + window + (call.again if running.recomputes else 0)
+        found.append(Peak(there, call.working, sum(missing.values()) if coming else 0))
+    return max(found, key=_total, default=Peak())
 
 
 def peak_saved_bytes(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[int, ...]:
-    """Peak bytes of activations of each stage."""
-    is_plain = not any(call.again or call.offloaded for calls in flow.kept.values() for call in calls)
-    if not is_plain:
-        found = moments(plan, flow, horizon)
-        return tuple(max((used_bytes(moment, flow) for moment in mine), default=0) for mine in found)
-    saved = {
-        # Without a backward nothing is kept.
-        segment: sum(call.saved for call in calls) if segment in flow.backward_needs else 0
-        for segment, calls in flow.kept.items()
-    }
-    peaks = []
-    for stage, actions in enumerate(plan.stages):
-        held = peak = 0
-        for action in actions:
-            if action.kind == "F":
-                held += saved[SegmentId(stage, action.segment)]
-                peak = max(peak, held)
-            elif action.kind != "I":
-                held -= saved[SegmentId(stage, action.segment)]
-        peaks.append(peak)
-    return tuple(peaks)
+    """Peak bytes of activations and working memory of each stage, beside all gradients."""
+    return tuple(peak.total for peak in peaks(plan, flow, horizon))
 
 
-def fullest_moments(
-    plan: Plan, flow: Flow, gradients: Mapping[str, int], horizon: int = DEFAULT_HORIZON
-) -> tuple[tuple[int, int], ...]:
-    """The moment of each stage with most activations and gradients, in a step that begins without gradients.
+def peaks(
+    plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON, gradients: Mapping[str, int] = NOTHING
+) -> tuple[Peak, ...]:
+    """The moment of each stage with most activations, working memory and gradients.
 
     Args:
         plan: Order of the actions.
         flow: Segments of one microbatch.
-        gradients: Bytes of the gradients of each unit.
         horizon: As for :func:`moments`.
-
-    Returns:
-        For each stage: bytes of activations, and of the gradients that do not exist yet.
+        gradients: Bytes of the gradients of each unit, in a step that begins without them.
     """
+    is_plain = not any(call.again or call.offloaded for calls in flow.kept.values() for call in calls)
     found = []
     for stage in range(flow.num_stages):
         missing = {name: gradients.get(name, 0) for segment in flow.kept for name in _units(flow, segment, stage)}
-        most = (0, 0)  # at the end of the step
-        for action, moment in _moments_of(plan, flow, stage, horizon):
-            # While a backward makes gradients it frees activations, so that its ends are its fullest moments.
-            most = max(most, (used_bytes(moment, flow), sum(missing.values())), key=lambda each: each[0] - each[1])
+        known: dict[tuple[Running, int], Peak] = {}
+        # At the end of the step no call runs.
+        mine = [call.working for segment, calls in flow.kept.items() if segment.stage == stage for call in calls]
+        most = Peak(working=min([0, *mine]))
+        for action, around, running in (
+            _plainly(plan, flow, stage) if is_plain else _exactly(plan, flow, stage, horizon)
+        ):
+            names = _units(flow, SegmentId(stage, action.segment), stage) if gradients else ()
+            coming = {name: missing[name] for name in names if name in missing} if action.kind == "B" else NOTHING
+            inside = Peak()
+            if running is not None:
+                key = (running, sum(coming.values()))
+                inside = known[key] = known.get(key) or _inside(flow, running, coming)
+            lacking = sum(missing.values()) - sum(coming.values())
+            peak = Peak(around + inside.activations, inside.working, lacking + inside.missing)
+            most = max(most, peak, key=_total)
             if action.kind in ("B", "W"):
-                for name in _units(flow, SegmentId(stage, action.segment), stage):
+                for name in names:
                     missing.pop(name, None)
         found.append(most)
     return tuple(found)
+
+
+def _total(peak: Peak) -> int:
+    return peak.total
+
+
+def _exactly(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[tuple[Action, int, Running | None]]:
+    """Each action, with the activations beside the segment that it runs."""
+    for action, moment in _moments_of(plan, flow, stage, horizon):
+        yield action, _around(moment, flow), moment.running
+
+
+def _plainly(plan: Plan, flow: Flow, stage: int) -> Iterator[tuple[Action, int, Running | None]]:
+    """The same if nothing is recomputed or offloaded, in less time."""
+    held = 0
+    saved = {segment: sum(call.saved for call in calls) for segment, calls in flow.kept.items()}
+    for action in plan.stages[stage]:
+        segment = SegmentId(stage, action.segment)
+        if segment not in flow.backward_needs:  # without a backward nothing is kept
+            continue
+        mine = saved[segment]
+        held += mine if action.kind == "F" else 0
+        frees = action.kind in ("F", "B")
+        running = None if action.kind == "W" else Running(segment, action.kind != "F", frees, 0)
+        yield action, held - mine if frees else held, running
+        held -= mine if action.kind in ("B", "W") else 0
 
 
 def _units(flow: Flow, segment: SegmentId, stage: int) -> set[str]:

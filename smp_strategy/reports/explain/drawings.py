@@ -14,7 +14,7 @@ WIDTH = 960.0
 ROW = 26.0
 LABEL = 66.0
 # Kinds of memory with their opacity; passing: gathered values and unreduced gradients.
-KINDS = {"parameters": 1.0, "gradients": 0.8, "optimizer": 0.6, "passing": 0.4, "activations": 0.25}
+KINDS = {"parameters": 1.0, "gradients": 0.8, "optimizer": 0.6, "passing": 0.4, "activations": 0.25, "working": 0.15}
 # Width of an action from which on the number of its microbatch is written on it.
 ROOM_FOR_A_NUMBER = 15.0
 
@@ -80,9 +80,7 @@ def loads(partition: Partition) -> str:
 
 def _memory(stage: StageLoad, x: float, y: float, scale: float, fill: str) -> list[str]:
     begin, parts = x, []
-    held = stage.held
-    amounts = (held.parameter, held.gradient, held.optimizer, held.passing, stage.activation_bytes)
-    for (kind, opacity), nbytes in zip(KINDS.items(), amounts, strict=True):
+    for (kind, opacity), nbytes in zip(KINDS.items(), stage.fullest, strict=True):
         width = nbytes * scale
         parts.append(_bar(x, y, width, fill, f"{kind}: {show_bytes(nbytes)}", opacity))
         x += width

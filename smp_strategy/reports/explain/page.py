@@ -41,13 +41,14 @@ def page(partition: Partition, plan: Plan | None) -> str:
 
 def _stage_table(partition: Partition) -> str:
     has_passing = any(stage.held.passing for stage in partition.stages)
-    columns = ("stage", "units", "work", "states", *["passing"] * has_passing, "activations", "memory", "limit")
+    columns = ("stage", "units", "work", "states", *["passing"] * has_passing)
+    columns = (*columns, "activations", "working", "memory", "limit")
     rows = []
     for number, stage in enumerate(partition.stages):
         names = abbreviate([unit.name for unit in partition.units if unit.stage == number])
         limit = "" if stage.memory_limit is None else show_bytes(stage.memory_limit)
-        passing = [stage.held.passing] * has_passing
-        amounts = (stage.held.states, *passing, stage.activation_bytes, stage.memory_bytes)
+        most = stage.fullest
+        amounts = (most.states, *[most.gathered] * has_passing, most.activations, most.working, most.total)
         cells = [Markup(_chip([number])), names, show_seconds(stage.seconds), *map(show_bytes, amounts)]
         rows.append([*cells, limit, show_bytes(sends_on(partition, number))])
     return table_element(ReportTable(columns=(*columns, "sends on"), rows=rows))

@@ -64,9 +64,10 @@ def stage_table(partition: Partition) -> ReportTable:
             str(number),
             abbreviate([unit.name for unit in partition.units if unit.stage == number]),
             f"{show_seconds(stage.seconds)} {stage.seconds / longest:4.0%}",
-            show_bytes(stage.held.states),
-            *[show_bytes(stage.held.passing)] * has_passing,
-            show_bytes(stage.activation_bytes),
+            show_bytes(stage.fullest.states),
+            *[show_bytes(stage.fullest.gathered)] * has_passing,
+            show_bytes(stage.fullest.activations),
+            show_bytes(stage.fullest.working),
             *[show_bytes(stage.all_kept_bytes or stage.activation_bytes)] * has_relief,
             show_bytes(stage.memory_bytes),
             "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
@@ -80,13 +81,13 @@ def stage_table(partition: Partition) -> ReportTable:
     return ReportTable(
         title="Stages",
         columns=[
-            *("stage", "units", "time", "states", *passing, "activations", *all_kept),
-            *("memory", "limit", "sends on"),
+            *("stage", "units", "time", "states", *passing, "activations", "working"),
+            *(*all_kept, "memory", "limit", "sends on"),
         ],
         rows=rows,
         caption="time: work of a step, and its share of the busiest stage's; states: parameters, gradients and "
-        f"optimizer state of the fullest rank; {about_passing}activations: at their peak; {about_all_kept}"
-        "sends on: per microbatch",
+        f"optimizer state of the fullest rank; {about_passing}working: temporary results, and gradients on their way; "
+        f"memory: at the fullest moment, of which the columns before tell; {about_all_kept}sends on: per microbatch",
     )
 
 

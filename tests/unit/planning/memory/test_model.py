@@ -46,7 +46,9 @@ def test_optimizers_say_what_they_keep_of_each_unit():
     assert held(model, torch.optim.SGD(model.parameters(), 0.1))["head"] == HeldBytes(size, size, 0)
     assert held(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))["head"] == HeldBytes(size, size, size)
     steps = 4
-    assert held(model, torch.optim.Adam(model.parameters()))["head"] == HeldBytes(size, size, 2 * size + steps)
+    assert held(model, torch.optim.Adam(model.parameters()))["head"] == HeldBytes(
+        size, size, 2 * size + steps, updating=2 * size
+    )
 
 
 def test_frozen_parameters_have_no_gradient_and_those_in_no_optimizer_no_state():

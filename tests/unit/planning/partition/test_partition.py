@@ -82,7 +82,9 @@ def test_a_partition_is_read_back_from_its_json(tmp_path):
 
 def test_files_name_what_their_numbers_mean():
     unit = json.loads(partition(0, 0, 1, 1).to_json())["units"][0]
-    assert unit["held"] == {"parameter": 100, "gradient": 100, "optimizer": 200, "gathered": 0, "unreduced": 0}
+    assert unit["held"] == {"parameter": 100, "gradient": 100, "optimizer": 200, "gathered": 0, "unreduced": 0} | {
+        "updating": 0
+    }
     assert unit["work"] == {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
 
 

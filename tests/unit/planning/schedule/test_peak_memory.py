@@ -10,7 +10,7 @@ from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.schedule.flow import Flow, KeptBytes, route
-from smp_strategy.planning.schedule.peak_memory import fullest_moments, moments, peak_saved_bytes, used_bytes
+from smp_strategy.planning.schedule.peak_memory import Peak, moments, peak_saved_bytes, peaks, used_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from tests.unit.planning.schedule.flows import flow_of, programs
@@ -126,9 +126,9 @@ def test_gradients_take_memory_from_the_first_backward_of_their_segment_on():
     flow = replace(flow, kept={each: [KeptBytes(names[each], 10 * (each.number + 1))] for each in flow.work})
     plan = plan_of("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")
     # The first stage is fullest before its first backward; the second one when it has the gradients of `d`.
-    assert fullest_moments(plan, flow, {"a": 5, "b": 3, "c": 7, "d": 50}) == ((60, 12), (40, 3))
+    assert peaks(plan, flow, gradients={"a": 5, "b": 3, "c": 7, "d": 50}) == (Peak(60, 0, 12), Peak(40, 0, 3))
     # Or at the end, when all gradients are there and no activations are.
-    assert fullest_moments(plan, flow, {"a": 500, "b": 500, "c": 0, "d": 0})[0] == (10, 0)
+    assert peaks(plan, flow, gradients={"a": 500, "b": 500, "c": 0, "d": 0})[0] == Peak(10)
 
 
 def test_a_single_stage_counts_calls():

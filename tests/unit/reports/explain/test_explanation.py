@@ -115,7 +115,7 @@ def test_what_comes_and_goes_is_told_where_something_does():
     )
     spread = Explanation(partition(stages=stages))
     (row,) = (line for line in str(spread).splitlines() if line.startswith("│ 0  "))
-    assert [cell.strip() for cell in row.split("│")][4:8] == ["20.0 MiB", "7.0 MiB", "24.0 KiB", "27.0 MiB"]
+    assert [cell.strip() for cell in row.split("│")][4:9] == ["20.0 MiB", "7.0 MiB", "24.0 KiB", "0 B", "27.0 MiB"]
     assert "7.0 MiB" in Page(spread.to_html()).words
     assert "passing" not in str(Explanation(partition()))
 
