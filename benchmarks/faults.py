@@ -148,7 +148,8 @@ SIGNALS = {
 REPORT = re.compile(r"^Process mesh: .*?^More: `smp_report=.*?$", re.DOTALL | re.MULTILINE)
 CHATTER = re.compile(
     r"(GPU|TPU|HPU) available|\S+ Tip: |Initializing distributed|distributed_backend=|All distributed processes|-+$|"
-    r"`Trainer\.fit` stopped|netlab: |\w\d{4} .*torch/distributed/elastic|Rank 0 has waited 60 s for all"
+    r"`Trainer\.fit` stopped|netlab: |\[?\w\d{4} .*(torch/distributed/elastic|socket.cpp)|"
+    r"Rank 0 has waited \d+ s for all"
 )
 
 
