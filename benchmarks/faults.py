@@ -2,7 +2,8 @@
 
 Each fault is injected into a small run that real processes train, started as users start them: by Lightning's own
 launcher, ``torchrun`` or ``accelerate launch``. What all processes print is caught together and counted, without what
-torchrun and Accelerate print of themselves at the end; the cause must stand in it.
+torchrun and Accelerate print of themselves at the end. The first line that is about the failure must name the cause;
+in a traceback that is the line of the exception. If no process could print one, the launcher's table must name it.
 
     python benchmarks/faults.py                          all faults, doors and layouts; about an hour on two cores
     python benchmarks/faults.py kill-1 raise-all --door lightning --layout pp2 --layout tp2
@@ -69,7 +70,7 @@ class Fault:
     """``None``: all ranks."""
     place: str = "step"
     said: str
-    """A pattern that what is printed must have; where another launcher starts the ranks, it says what killed them."""
+    """A pattern of the first line about the failure."""
     codes: tuple[int, ...] = ()
     """Exit codes of the first process that are right, by Lightning's launcher; none: any but 0."""
     layouts: tuple[str, ...] = ()
@@ -120,29 +121,46 @@ FAULTS = {
     "should-stop-1": Fault(kind="part", place="stop", said="wait for each other for ever|different calls"),
     "ctrl-c": Fault(kind="ctrl-c", rank=0, said="KeyboardInterrupt", codes=(1,)),
 }
-# Faults at any time, on any rank, with what is said of them; a delayed rank goes on.
+# Faults at any time, on any rank (R), with the first line about them; a delayed rank goes on.
 DISK_FULL = r"disk is full|No space left on device"
 ANY_TIME = {
-    "kill": r"killed by SIGKILL|[Rr]ank 0 (is gone|failed first)",
-    "crash": r"SIGSEGV|[Rr]ank 0 (is gone|failed first)",
-    "stop": r"has been stopped|no sign of life|The store of the process group has not answered|have not come",
+    "kill": r"[Rr]ank R (is gone|.*was killed by SIGKILL)",
+    "crash": r"[Rr]ank R (is gone|.*was killed by SIGSEGV)",
+    "stop": r"Rank R (\(process \d+\) has been stopped|has given no sign of life)|Missing: ranks? [\d, ]*R\b",
     "delay": "no words: it goes on",
     "raise-any": "a mistake of the user",
     "sigterm": "SIGTERM",
     "full-disk": DISK_FULL,
-    "full-shm": rf"{DISK_FULL}|SIGBUS|/dev/shm|[Rr]ank 0 (is gone|failed first)",
-    "drop-link": r"no sign of life|has not answered|is gone|Connection|timed out",
+    "full-shm": rf"{DISK_FULL}|[Rr]ank R (is gone|.*was killed by SIGBUS)",
+    "drop-link": r"no sign of life|has not answered|is gone|timed out",
 }
+# With which signal a fault ends a process; the table of torchrun names it.
+SIGNALS = {
+    "kill": "SIGKILL",
+    "kill-later": "SIGKILL",
+    "crash": "SIGSEGV",
+    "cut-file": "SIGBUS",
+    "full-shm": "SIGBUS",
+    "sigterm": "SIGTERM",
+    "sigterm-group": "SIGTERM",
+}
+# What any run prints: the report of the first step, Lightning, the launchers, rank 0 while others begin late.
+REPORT = re.compile(r"^Process mesh: .*?^More: `smp_report=.*?$", re.DOTALL | re.MULTILINE)
+CHATTER = re.compile(
+    r"(GPU|TPU|HPU) available|\S+ Tip: |Initializing distributed|distributed_backend=|All distributed processes|-+$|"
+    r"`Trainer\.fit` stopped|netlab: |\[?\w\d{4} .*(torch/distributed/elastic|socket.cpp)|"
+    r"Rank 0 has waited \d+ s for all"
+)
 
 
 def drawn(chance: random.Random, names: Sequence[str]) -> Draw:
     """A run with a fault at a random moment."""
     name = chance.choice(list(names))
-    door = "nodes" if name == "drop-link" else chance.choice(["lightning", "lightning", "lightning", "torchrun"])
+    door = "nodes" if name == "drop-link" else chance.choice(["lightning", "lightning", "torchrun", "accelerate"])
     layout = "pp2" if door == "nodes" else chance.choice(["pp2", "sdp2", "tp2", "pp2_sdp2"])
     rank = chance.randrange(ranks_of(layout))
     if name == "stop" and rank == 0:  # a launcher that is stopped never ends
-        door = "torchrun"
+        door = chance.choice(["torchrun", "accelerate"])
     place, most = chance.choice([("begin", 6.0), ("step", 1.5), ("step", 1.5)])
     # Before the run only Lightning's launcher, rank 0, sees other ranks; else they are waited for until `timeout`.
     if name in ("stop", "drop-link") and (rank == 0 or door != "lightning"):
@@ -151,7 +169,7 @@ def drawn(chance: random.Random, names: Sequence[str]) -> Draw:
         kind=name,
         rank=rank,
         place=place,
-        said=ANY_TIME[name],
+        said=re.sub(r"\bR\b", str(rank), ANY_TIME[name]),
         seconds=round(chance.uniform(0, most), 3),
     )
     return Draw(name=name, fault=fault, door=door, layout=layout, in_background=chance.random() < 0.5)
@@ -312,6 +330,7 @@ def train_with_accelerate(folder: str) -> None:
     import torch
 
     net, loader = parts()
+    steps = int(os.environ.get("STEPS", "-1"))
     accelerator = accelerate.Accelerator(cpu=True)
     net, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), loader)
     for number, batch in enumerate(loader):
@@ -325,11 +344,16 @@ def train_with_accelerate(folder: str) -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if number == STEP:
+        if number == STEP or (steps > 0 and number % 5 == 0):
             with torch.no_grad():
                 strike("validation", number)
                 net(batch)
-            accelerator.save_state(folder)
+            accelerator.save_state("disk" if steps > 0 else folder)
+        if number + 1 == steps:
+            weights = accelerator.get_state_dict(net)
+            if accelerator.is_main_process:
+                torch.save({"state_dict": weights}, f"{folder}/weights.ckpt")
+            return
 
 
 # --- outside ----------------------------------------------------------------------------------------------------------
@@ -354,16 +378,33 @@ class Seen:
         ends = [number for number, line in enumerate(lines) if "<frozen runpy>" in line]
         return lines[: ends[0] - 1] if ends else lines
 
+    @property
+    def first_line(self) -> str:
+        """The first line about the failure, of a traceback that with the exception; empty: the ranks have no words."""
+        for line in REPORT.sub("", "\n".join(self.lines)).splitlines():
+            text = re.sub(r"^(\[rank\d+\]: )?", "", line)
+            if text.strip() and not text.startswith((" ", "Traceback (most")) and not CHATTER.match(text):
+                return line
+        return ""
+
+    def names(self, fault: Fault) -> bool:
+        """Whether the first line about the failure names its cause, or the launcher's table if it must."""
+        first = self.first_line
+        if first and "names the signal" not in first:
+            return bool(re.search(fault.said, first))
+        rank = r"\d" if fault.rank is None else fault.rank
+        table = rf"Root Cause.*?rank +: {rank} .*?\({SIGNALS.get(fault.kind, 'none')}\)"
+        return bool(re.search(table, self.told, re.DOTALL))
+
     def problems(self, fault: Fault, door: str) -> list[str]:
         """Differences from what is promised, in words."""
         lines, is_ours = self.lines, door == "lightning"
-        said = fault.said if is_ours or fault.kind in ("raise", "memory") else "SIG|exitcode|KeyboardInterrupt"
         wrong = {
             "it hangs": self.code is None,
             "it ended before the fault": math.isnan(self.seconds),
             f"exit code {self.code}": self.code == 0 or (is_ours and fault.codes and self.code not in fault.codes),
             "too many lines": len(lines) > MOST_LINES,
-            "the cause is not told": not re.search(said, "\n".join(lines) if is_ours else self.told),
+            "the first line does not name the cause": not self.names(fault),
             "more than one traceback": sum("Traceback (most" in line and "Original" not in line for line in lines) > 1,
         }
         return [what for what, is_so in wrong.items() if is_so]
@@ -478,7 +519,7 @@ class AtRandom:
                 expected[name].equal(weight) for name, weight in seen.weights.items()
             )
             return [] if same else ["it has other weights"]
-        waits = STOPPED_SECONDS if draw.name == "stop" and draw.door == "torchrun" else 0
+        waits = STOPPED_SECONDS if draw.name == "stop" and draw.door in ("torchrun", "accelerate") else 0
         slow = [LATE] if seen.seconds > BOUND_SECONDS + waits else []
         # Nobody is there to tell of a launcher that ends before it has imported the package.
         is_lost = draw.fault.rank == 0 and draw.fault.place == "begin" and draw.name in ("kill", "crash", "sigterm")

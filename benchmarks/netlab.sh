@@ -4,10 +4,10 @@
 #     benchmarks/netlab.sh [--rate 200mbit] [--per-connection RATE] [--ranks-per-node 2] [--] COMMAND [ARGUMENT...]
 #     benchmarks/netlab.sh python benchmarks/sharding.py
 #
-# A node is a network namespace. Ranks of one node talk to each other at the speed of the machine. The only way between
-# the nodes is a pair of virtual network cards, each of which sends at no more than the given rate (as `tc` writes it).
-# With --per-connection no single connection is faster than that, as in the networks of large data centres (connections
-# are told apart by six bits of a port, so that now and then two share the rate).
+# A node is a network namespace with a host name of its own. Ranks of one node talk to each other at the speed of the
+# machine. The only way between the nodes is a pair of virtual network cards, each of which sends at no more than the
+# given rate (as `tc` writes it). With --per-connection no single connection is faster than that, as in the networks of
+# large data centres (connections are told apart by six bits of a port, so that now and then two share the rate).
 #
 # Each rank finds the variables of torchrun in its environment, with LOCAL_WORLD_SIZE ranks to a node, and what has
 # crossed the link in /sys/class/net/eth0/statistics. The output is that of rank 0, and what the others wrote if they
@@ -127,7 +127,8 @@ export WORLD_SIZE=$((2 * RANKS_PER_NODE)) LOCAL_WORLD_SIZE=$RANKS_PER_NODE GROUP
 for ((rank = 0; rank < WORLD_SIZE; rank++)); do
     node=$((rank / RANKS_PER_NODE))
     place=("RANK=$rank" "LOCAL_RANK=$((rank % RANKS_PER_NODE))" "GROUP_RANK=$node")
-    run=(env "${place[@]}" ip netns exec "${NODES[node]}" "$@")
+    named=(unshare --uts sh -c 'hostname "$0" && exec "$@"' "node-$node")
+    run=(env "${place[@]}" ip netns exec "${NODES[node]}" "${named[@]}" "$@")
     if ((rank == 0)); then
         "${run[@]}" &
     else

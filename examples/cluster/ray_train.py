@@ -167,6 +167,7 @@ def fail_once(options: dict[str, Any], epoch: int) -> None:
     """End the last worker, as a lost machine would."""
     is_last = train.get_context().get_world_rank() == options["workers"] - 1
     if is_last and epoch == options["fail_in_epoch"] and not Path(options["struck"]).exists():
+        train.get_all_reported_checkpoints()  # waits until Ray has them: the workers go on from the last one
         Path(options["struck"]).touch()
         os._exit(1)
 

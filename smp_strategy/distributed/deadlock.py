@@ -19,6 +19,7 @@ The store may live in a process that is stopped. So it is called by a thread
 """
 
 import logging
+import math
 import socket
 import sys
 import threading
@@ -45,7 +46,7 @@ from smp_strategy.distributed.failure import (
 )
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
-from smp_strategy.distributed.peer_processes import is_stopped
+from smp_strategy.distributed.peer_processes import is_stopped, process_space
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
@@ -137,13 +138,13 @@ class Watch:
         self._begun: dict[str, _Begun] = {}
         # State of the thread: the wait that it has observed, and since when.
         self._observed: ref[_Wait] | None = None  # not the wait itself, which keeps its group alive
-        self._since = self._published = time.monotonic()
+        self._since, self._published = time.monotonic(), -math.inf
         self._turn = self._tick = 0
         self._call: BackgroundCall[dict[int, Position] | SMPError] | None = None
         self._before: dict[int, Position] = {}
         self._signs: dict[int, tuple[int, float]] = {}
         self._has_told = False
-        self._process = (socket.gethostname(), getpid())
+        self._process = (f"{socket.gethostname()} {process_space()}", getpid())
         self._stop = threading.Event()
         arguments = (ref(self), self._stop)
         self._thread = threading.Thread(target=_look_on, args=arguments, name="smp watch", daemon=True)
@@ -406,7 +407,8 @@ def _silent(rank: int, position: Position | None, doing: str, waited: float) -> 
     where = f"It was last seen at {position.place}."
     return (
         f"Rank {rank} has given no sign of life while this rank waited {waited:.0f} s for {doing}: it is stopped (by "
-        f"SIGSTOP or a debugger) or its machine is. {where} Let it go on or end it, and start the run again."
+        f"SIGSTOP or a debugger) or its machine or network is down. {where} Let it go on or end it, and start the run "
+        "again."
     )
 
 
@@ -414,5 +416,5 @@ def _silent_store(doing: str, seconds: float) -> str:
     return (
         f"The store of the process group has not answered for {seconds:.0f} s while this rank waited for {doing}: the "
         "process that it lives in, which is rank 0 unless torchrun has started the ranks, is stopped (by SIGSTOP or a "
-        "debugger) or its machine is. Let it go on or end it, and start the run again."
+        "debugger) or its machine or network is down. Let it go on or end it, and start the run again."
     )

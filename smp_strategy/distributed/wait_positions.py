@@ -45,7 +45,7 @@ class Position(NamedTuple):
     place: str
     """Place in the user's code."""
     process: tuple[str, int]
-    """Host name and process id."""
+    """Names of the host and of its space of process ids, and process id."""
     read: tuple[int, bool] = (0, False)
     """Number of batches that the latest pass over a data loader has given, and whether there are no more."""
 

@@ -24,7 +24,7 @@ def trained(storage: Path, *arguments: str) -> tuple[dict[str, float], str]:
     """The last report of a run, and what it has printed."""
     command = [sys.executable, str(SCRIPT), "--storage", str(storage), *arguments]
     done = subprocess.run(
-        command, env={**os.environ, **PATIENT}, capture_output=True, text=True, check=False, timeout=280
+        command, env={**os.environ, **PATIENT}, capture_output=True, text=True, check=False, timeout=560
     )
     assert done.returncode == 0, done.stderr[-3000:]
     # Ray's own processes may print something at the end.
@@ -41,13 +41,14 @@ def weights(report):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("door", ["lightning", "accelerate"])
 def test_workers_that_are_started_again_end_with_the_weights_of_a_run_without_failure(door, tmp_path):
     whole, _ = trained(tmp_path / "whole", "--door", door)
     again, told = trained(tmp_path / "again", "--door", door, "--fail-in-epoch", "1")
     assert (tmp_path / "again" / "struck").exists()
     assert "failed" in told
+    assert len([*(tmp_path / "again" / "smp").glob("checkpoint_2*")]) == 3  # no epoch was trained twice
     assert again["epoch"] == whole["epoch"] == 2
     expected, actual = weights(whole), weights(again)
     assert list(expected) == list(actual)

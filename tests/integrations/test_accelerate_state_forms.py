@@ -1,5 +1,6 @@
 """save_state in both forms, at once and in the background; load_state reads either, and only what is undamaged."""
 
+import resource
 import shutil
 import threading
 import warnings
@@ -200,6 +201,31 @@ def test_what_goes_wrong_in_the_background_is_said_on_all_ranks(form, tmp_path):
         assert "the disk is full" in said
         assert is_same
         assert beside == ["state"]
+
+
+def has_no_room(folder):
+    """Rank 0 may not write large files, and PyTorch does not tell the reason of the system."""
+    accelerator = start(PP2)[0]
+    large = Counter()
+    large.state_dict = lambda: {"count": torch.zeros(100_000)}
+    accelerator.register_for_checkpointing(large)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        accelerator.save_state(folder)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "nothing"
+
+
+def test_all_ranks_tell_that_the_disk_of_one_is_full(tmp_path):
+    target = tmp_path / "state"
+    first, second = on_ranks(has_no_room, 2, target)
+    assert first.startswith(f"{target} was not saved: ")
+    assert second == f"Rank 0 failed while saving to {target}: CheckpointError: {first}"
+    assert list(tmp_path.iterdir()) == []
 
 
 class Hostile:

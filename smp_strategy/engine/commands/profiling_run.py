@@ -38,7 +38,8 @@ def run(given: Namespace) -> int:
         return status
     if _state(path) == before:
         print(
-            "smp profile: the command has ended without a training step on stages, so it measured nothing.",
+            "smp profile: the command has ended without a training step on stages, so it measured nothing; or rank 0, "
+            "which writes the file, is on another machine.",
             file=sys.stderr,
         )
         return FAILED
@@ -55,10 +56,19 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def profiled(config: SMPConfig) -> SMPConfig:
-    """Options of this run: in a profiling run units are measured, and the partition is written."""
+    """Options of this run: in a profiling run units are measured, and the partition is written.
+
+    Raises:
+        ConfigError: it is one, and the stages are set by hand.
+    """
     path = os.environ.get(VARIABLE)
     if not path:
         return config
+    if not config.auto_partition:
+        raise ConfigError(
+            "`smp profile` measures units to choose their stages, but `auto_partition=False` says that they are placed "
+            "by hand. Leave that and `set_partition` out, or start the job without `smp profile`."
+        )
     measured = replace(config, skip_tracing=False, trace_execution_times=True, trace_memory_usage=True)
     return replace(measured, partition_file=path, load_partition=False)
 

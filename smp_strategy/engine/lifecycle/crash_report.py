@@ -22,7 +22,7 @@ import torch.distributed as dist
 from smp_strategy.distributed.failure import blame, is_library, publish, publish_own, shortened
 from smp_strategy.distributed.peer_processes import how_it_ended
 from smp_strategy.distributed.torch_private import default_store
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import PeerFailedError, SMPError, is_of_disk
 
 __all__ = ["chosen", "culprit_of", "has_crashed", "keep_short", "publish_end", "shorten"]
 
@@ -102,7 +102,9 @@ def _cut_causes(error: BaseException) -> None:
         return
     for each in _chain(error):
         cause = each.__cause__
-        if isinstance(each, SMPError) and (isinstance(cause, OSError) or str(cause) == str(each)):
+        if not isinstance(each, SMPError) or cause is None:
+            continue
+        if isinstance(cause, OSError) or is_of_disk(cause) or str(cause) == str(each):
             each.__cause__, each.__suppress_context__ = None, True
 
 

@@ -82,9 +82,7 @@ class StateFolderHooks(SavingHooks):
             self._smp_refuse_sharded()
         logger.info(f"Saving current state to {target}")
         with self._smp_begun(target) as staging:
-            save = _FolderSave(
-                staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save
-            )
+            save = _FolderSave(staging, target, is_later=self.smp.config.async_save)
             self._smp_save_optimizers(save, is_sharded=is_sharded)
             self._smp_save_models(save, is_sharded=is_sharded, safe_serialization=safe_serialization)
             self._smp_save_rest(save)
@@ -93,7 +91,7 @@ class StateFolderHooks(SavingHooks):
             if save.is_later:
                 self.smp.background.save(target, partial(self._smp_finish_later, save, target, self._smp_note()))
             else:
-                with alike(save.doing):
+                with folders.writing(target):
                     self._smp_describe(staging)
                 self._smp_move_in(staging, target, replaces=folders.STATES)
                 with alike("deleting old checkpoints"):
@@ -163,7 +161,7 @@ class StateFolderHooks(SavingHooks):
         """Save small states and custom objects. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, own = self._smp_streams()
-        with alike(save.doing):
+        with folders.writing(save.target):
             if self._smp_writes:
                 state_files.write(self, save.folder, custom)
             for rank, state in enumerate(states):
@@ -370,14 +368,12 @@ class _FolderSave:
 
     Args:
         folder: exists already.
-        doing: description of the save, for messages.
-        ranks: global ranks of this rank's pipeline.
+        target: the place that the folder will move to, for messages.
         is_later: whether to collect the work in :attr:`jobs`.
     """
 
-    def __init__(self, folder: Path, doing: str, ranks: list[int], *, is_later: bool) -> None:
-        self.folder, self.doing, self.is_later = folder, doing, is_later
-        self._ranks = ranks
+    def __init__(self, folder: Path, target: Path, *, is_later: bool) -> None:
+        self.folder, self.target, self.is_later = folder, target, is_later
         self.jobs: list[Job] = []
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -389,5 +385,5 @@ class _FolderSave:
         if self.is_later:
             self.jobs.append(job)
         else:
-            with alike(self.doing):
+            with folders.writing(self.target):
                 job()

@@ -297,7 +297,7 @@ class SavingHooks(HookBase):
             return
         meet("accelerator.save_model")
         with self._smp_begun(target) as staging:
-            with alike(f"saving to {target}"):
+            with folders.writing(target):
                 save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
 

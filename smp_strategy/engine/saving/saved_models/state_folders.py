@@ -27,6 +27,7 @@ from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
 from smp_strategy.checkpoint.storage.verify import previous
+from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "to_read",
     "to_write",
     "verify",
+    "writing",
     "weights_of",
 ]
 
@@ -159,6 +161,16 @@ def to_read(given: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"Tried to find {folder} but folder does not exist")
     return folder
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Context of a part of a save to ``target`` that fails on all ranks, with its reason, if it fails on one.
+
+    Collective at its end.
+    """
+    with alike(f"saving to {target}"), saving(target):
+        yield
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 from smp_strategy.cli import main
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.commands.profiling_run import VARIABLE, end_if_profiled, profiled
+from smp_strategy.errors import ConfigError
 
 WRITES = f"import os, pathlib; pathlib.Path(os.environ[{VARIABLE!r}]).write_text('new')"
 
@@ -50,6 +51,8 @@ def test_the_variable_wins_over_the_options_of_the_program(monkeypatch):
     changed = profiled(config)
     assert (changed.partition_file, changed.load_partition) == ("/tmp/partition.json", False)
     assert (changed.trace_execution_times, changed.trace_memory_usage) == (True, True)
+    with pytest.raises(ConfigError, match="`auto_partition=False` says that they are placed by hand"):
+        profiled(SMPConfig(auto_partition=False, default_partition=0))
     with pytest.raises(SystemExit) as ended:
         end_if_profiled()
     assert ended.value.code == 0
