@@ -72,7 +72,7 @@ class Mode(NamedTuple):
         """Bytes predicted for activations on the stage with most."""
         partition = self.side.engine.partition
         assert partition is not None
-        return max(stage.activation_bytes for stage in partition.stages)
+        return max(stage.activation_bytes + stage.working_bytes for stage in partition.stages)
 
 
 def warmed_up(name: str, workload: GPT, model: nn.Module, batch: Batch, options: Mapping[str, object]) -> Mode:

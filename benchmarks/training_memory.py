@@ -214,7 +214,7 @@ def fullest(run: Run, folder: Path) -> Found:
         return Found(*map(max, zip(*run_ranks(train, ranks, each, folder, timeout=TIMEOUT), strict=True)))
 
     empty, found = most(run._replace(size=SIZES["quick"])), most(run)
-    return found._replace(anonymous=found.anonymous - empty.anonymous, shared=found.shared - empty.shared)
+    return found._replace(anonymous=found.anonymous - empty.anonymous, shared=max(0, found.shared - empty.shared))
 
 
 def compare(size: Size, kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Found]]:

@@ -139,7 +139,8 @@ class PartitionOptions:
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
     memory_limit: int | str | tuple[int | str, ...] | None = None
     """Memory of a rank: bytes, a text like ``16GiB``, or a list with one of these per stage. ``None``: memory of the
-    device, divided by the ranks that share it."""
+    device, divided by the ranks that share it. Stages are cut to fit; shards that do not fit lower
+    ``sdp_max_live_parameters``, then recompute activations."""
     stage_speeds: tuple[float, ...] | None = None
     """Relative speed of each stage: ``[1, 1, 2]`` if the last is twice as fast. ``None``: all equal."""
     partition_file: str | None = None

@@ -19,16 +19,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Adagrad, Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp_strategy.model.trace.tensor_spec import storage_of
+from smp_strategy.model.trace.fake_call import Meter
+from smp_strategy.model.trace.flops import KernelTally
+from smp_strategy.model.trace.working_bytes import working_bytes
 
 __all__ = [
     "StateSize",
@@ -131,58 +131,23 @@ _SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
 MOMENTS_IF_UNKNOWN = 2
 
 
-# For each tensor its shape for the stand-in, and bytes per element.
-Shapes: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
-
-
 @final
 @dataclass(frozen=True)
 class StateSize:
     """Sizes of the state tensors of a parameter, and of temporary results of its update."""
 
-    shapes: Shapes
-    temporary: Shapes = ()
-    """Temporary results that exist at a time, where they are largest."""
+    shapes: tuple[tuple[tuple[int, ...], int], ...]
+    """For each state tensor its shape for the stand-in, and bytes per element."""
+    temporary: int = 0
+    """Bytes of temporary results per element of the parameter."""
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of state for a parameter of ``shape``, which has as many dims as the stand-in."""
-        return _nbytes(self.shapes, shape)
+        return sum(_scaled(of_state, shape) * itemsize for of_state, itemsize in self.shapes)
 
     def update_bytes(self, shape: Sequence[int]) -> int:
-        """Temporary bytes of an update by itself."""
-        return _nbytes(self.temporary, shape)
-
-
-@final
-class _Temporaries(TorchDispatchMode):
-    """Records the results that exist at a time in here, where they are largest."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most: Shapes = ()
-        self._there: dict[int, StorageWeakRef] = {}
-        self._made: dict[int, tuple[tuple[int, ...], int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs), is_new=False)
-        result = func(*args, **(kwargs or {}))
-        self._see(result, is_new=True)
-        self.most = max(self.most, tuple(self._made.values()), key=_bytes_of_stand_in)
-        return result
-
-    def _see(self, tree: Any, *, is_new: bool) -> None:
-        for key in [key for key, storage in self._there.items() if storage.expired()]:
-            del self._there[key]
-            self._made.pop(key, None)
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor) and (key := storage_of(leaf)) not in self._there:
-                self._there[key] = StorageWeakRef(leaf.untyped_storage())
-                if is_new:
-                    self._made[key] = tuple(leaf.shape), leaf.element_size()
-
-
-def _bytes_of_stand_in(tensors: Shapes) -> int:
-    return sum(math.prod(shape) * itemsize for shape, itemsize in tensors)
+        """Bytes of temporary results while the parameter is updated by itself."""
+        return self.temporary * math.prod(shape)
 
 
 def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
@@ -208,7 +173,7 @@ def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[
                 if kind not in known:
                     known[kind] = _ask(optimizer, parameter, *kind)
                 before = found.get(id(parameter), StateSize(()))
-                temporary = max(before.temporary, known[kind].temporary, key=_bytes_of_stand_in)
+                temporary = max(before.temporary, known[kind].temporary)
                 found[id(parameter)] = StateSize(before.shapes + known[kind].shapes, temporary)
     return found
 
@@ -230,7 +195,8 @@ def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int, dtype: torch.dtype)
         twin = twin_of(optimizer, parameter, stand_in)
         take_step(twin)
         # The second step has no state to make.
-        with _Temporaries() as temporaries:
+        tally = KernelTally(notes_products=True)
+        with Meter(tally):
             take_step(twin)
         tensors = [leaf for leaf in twin.state[stand_in].values() if isinstance(leaf, Tensor)]
     except Exception as error:
@@ -244,11 +210,9 @@ def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int, dtype: torch.dtype)
         return moments(ndim, dtype.itemsize)
     shapes = tuple((tuple(tensor.shape), tensor.element_size()) for tensor in tensors)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    return StateSize(shapes, () if is_fused else temporaries.most)
-
-
-def _nbytes(tensors: Shapes, shape: Sequence[int]) -> int:
-    return sum(_scaled(of_tensor, shape) * itemsize for of_tensor, itemsize in tensors)
+    # Beside results as large as the parameter there may be some of a few elements.
+    as_large = 0 if is_fused else working_bytes(tally.kernels, (), {}, {}) // stand_in.nbytes
+    return StateSize(shapes, as_large * stand_in.itemsize)
 
 
 def _scaled(shape: Sequence[int], real: Sequence[int]) -> int:

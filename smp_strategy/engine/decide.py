@@ -24,7 +24,7 @@ from smp_strategy.pipeline.job import Step
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.costs import Costs, find_costs
 from smp_strategy.planning.memory.model import ShardingOf, holdings_of
-from smp_strategy.planning.memory.sharded import Turn
+from smp_strategy.planning.memory.sharded import with_turns
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import chain_of
 from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
@@ -235,7 +235,7 @@ def step_program(
     if found.trace is None:
         events, work = chain_of({name: held.parameter for name, held in holdings.whole.items()})
     else:
-        events = _with_turns(costs.with_bytes(_as_training(found.trace)), holdings.turns)
+        events = with_turns(costs.with_bytes(_as_training(found.trace)), holdings.turns)
         work = costs.work(events.events)
     return PlanningInput(
         trace=events,
@@ -244,6 +244,7 @@ def step_program(
         everywhere=holdings.everywhere,
         whole=holdings.whole,
         state_shards=spreading.state_shards,
+        turns=holdings.turns,
         least_live=holdings.least_live,
         begins_empty=inputs.begins_empty,
         link=costs.machine.link,
@@ -252,20 +253,6 @@ def step_program(
         stage_speeds=costs.stage_speeds,
         relief=costs.relief or ActivationPlan(machine=costs.machine),
     )
-
-
-def _with_turns(trace: Trace, turns: Sequence[Turn]) -> Trace:
-    """``trace`` whose working memory is relative to the room in which units take ``turns``."""
-    if not turns:
-        return trace
-    room = max(turn.gathered for turn in turns) + max(turn.own + turn.reducing for turn in turns)
-    events, rest, turn = [], iter(turns), turns[0]
-    for event in trace.events:
-        # Backward of glue comes between those of the units after it and before it.
-        turn = next(rest) if event.kind == "unit" else turn._replace(own=0)
-        beside = turn.beside(event.kept.working_bytes, event.saved_bytes)
-        events.append(event._replace(kept=event.kept._replace(working_bytes=beside - room)))
-    return replace(trace, events=events)
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -20,6 +20,7 @@ from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
 from smp_strategy.planning.garbage import collecting_paused
+from smp_strategy.planning.memory.sharded import Turn
 from smp_strategy.planning.partition.branch_and_bound import Evaluate
 from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
 from smp_strategy.planning.partition.problem import (
@@ -69,6 +70,8 @@ class PlanningInput:
     """Unsharded bytes of each unit's parameters, if a rank holds only a shard."""
     state_shards: int = 1
     """Ranks of a stage that share its optimizer state, by whole parameters."""
+    turns: tuple[Turn, ...] = ()
+    """Turns in which the calls of ``trace`` gather and reduce; its working memory is relative to the room for them."""
     least_live: int = 0
     """Elements of the largest unit that is gathered by itself; 0: none is."""
     begins_empty: bool = False

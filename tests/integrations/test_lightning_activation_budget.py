@@ -81,7 +81,7 @@ def limits_between(folder, share, smp):
         kept,
         again,
         tuple(
-            more.held.total + round(less.activation_bytes + share * (more.activation_bytes - less.activation_bytes))
+            round(less.memory_bytes + share * (more.memory_bytes - less.memory_bytes))
             for less, more in zip(again.partition.stages, kept.partition.stages, strict=True)
         ),
     )

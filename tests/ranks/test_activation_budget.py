@@ -35,7 +35,7 @@ def trained(**options: Any) -> tuple[list[float], dict[str, Tensor], Engine]:
 def memory(engine: Engine) -> list[tuple[int, int]]:
     partition = engine.partition
     assert partition is not None
-    return [(stage.held.total, stage.activation_bytes) for stage in partition.stages]
+    return [(stage.held.total, stage.memory_bytes - stage.held.total) for stage in partition.stages]
 
 
 def within(share: float, pp: int, **options: Any) -> Any:

@@ -44,10 +44,10 @@ def test_sums_of_large_weights_are_no_faster_than_stages():
     report = same(2, 1024, 8)
     assert report.startswith("Why 2 stages: they work on one batch, as one process does. Estimated for 8 samples: ")
     assert report.endswith("Replicas, each with samples of its own, would hardly be faster.")
-    # Two layers with gradients and two moments, and little else.
+    # Two layers with gradients and two moments, a gradient of a weight on its way, and little else.
     memory = re.search(r", ([\d.]+) MiB on a rank", report)
     assert memory is not None
-    assert float(memory[1]) == pytest.approx(2 * 4 * 4, rel=0.02)
+    assert float(memory[1]) == pytest.approx(2 * 4 * 4 + 4, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_ranks", "stages", "samples"), [(2, 2, 2048), (4, 4, 1024)])
@@ -64,8 +64,8 @@ def test_the_reason_is_told_once_whatever_step_comes_first(begins):
 
 
 def test_a_model_that_no_rank_can_hold_is_a_reason():
-    report = same(2, 1024, 8, memory_limit=f"{40 * MIB}")
-    assert re.search(r"A rank that held the whole model would need 6[4-9][.\d]* MiB of 40.0 MiB\.", report), report
+    report = same(2, 1024, 8, memory_limit=f"{44 * MIB}")
+    assert re.search(r"A rank that held the whole model would need 72.0 MiB of 44.0 MiB\.", report), report
     assert "Faster" not in report
 
 

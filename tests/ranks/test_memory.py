@@ -241,3 +241,41 @@ def test_no_more_whole_gradients_were_there_than_was_predicted(kind):
 
 def plain_bytes(layout: UnitLayout) -> int:
     return sum(flat.itemsize * slot.entry.numel for flat in layout.flats for slot in flat.slots)
+
+
+def limited(limit: int | None) -> tuple[list[float], list[str], int, MemoryReport]:
+    """Losses of some steps, reports, most gathered elements for prefetching, and memory."""
+    model, optimizer = made("text")
+    said: list[str] = []
+    config = SMPConfig(pipeline_parallel_degree=1, sharded_data_parallel_degree=2, memory_limit=limit)
+    engine = Engine(config, report=said.append)
+    engine.attach(model, [optimizer])
+    losses = []
+    for step in range(3):
+        result = engine.train_step(model.loss, batch_for("text", step, 4), loss_of=lambda loss: loss)
+        assert result.loss is not None
+        losses.append(result.loss.item())
+        model.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        engine.begin_update(optimizer)
+        optimizer.step()
+        engine.end_update(optimizer)
+    report, most_live = engine.inspection.memory_report(), engine._parts.config.sdp_max_live_parameters
+    engine.close()
+    return losses, said, most_live, report
+
+
+def test_a_limit_of_memory_lowers_what_shards_gather_and_keep():
+    losses, said, everything, free = run_ranks(limited, 2, None)[0]
+    assert not any("memory limit" in text for text in said)
+    for other, texts, most_live, report in run_ranks(limited, 2, 130_000):
+        assert other == losses
+        # A block alone, and no other beside it; with padding.
+        largest = 1152
+        assert most_live == largest < everything
+        assert {each.gathered for each in report.ranks} == {4 * largest}
+        assert all(each.gathered > 4 * largest for each in free.ranks)
+        assert report.predicted[0].gathered == 4 * largest
+        told = [text for text in texts if f"`sdp_max_live_parameters={largest}`" in text]
+        assert len(told) == 1
+        assert "compute activations again" in told[0]

@@ -8,8 +8,8 @@ In reading order:
 * ``shape_inference.py``: shape propagation through fake tensors, with a cache of predictions.
 * ``size_formulas.py``: predictions for new sizes from one symbolic dry run.
 * ``fake_call.py``: fake arguments for one call; dispatch mode that answers value-dependent operations.
-* ``work.py``, ``flops.py``, ``saved_tensors.py``: cost types, FLOP and byte counter, tensors saved for backward,
-  ``torch.func`` under saved-tensor hooks.
+* ``work.py``, ``flops.py``, ``saved_tensors.py``, ``working_bytes.py``: cost types, FLOP and byte counter, tensors
+  saved for backward, ``torch.func`` under saved-tensor hooks, memory beside what is saved.
 * ``device_model.py``: roofline model of a device, measured times where there are some.
 * ``events.py``: recorded program of one microbatch, the input of planning and routing.
 * ``side_effects.py``: mutations of arguments and of context variables, as results of a call.

@@ -31,7 +31,8 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.layouts.cluster import Cluster, JobLayout
-from smp_strategy.planning.partition.partition import MemoryByCategory, Partition
+from smp_strategy.planning.memory.sharded import with_turns
+from smp_strategy.planning.partition.partition import MemoryByCategory, Partition, StageLoad
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.planning.planner import PlanningInput, best_partition
 from smp_strategy.planning.schedule.policies import Policy
@@ -144,8 +145,6 @@ class _Totals(NamedTuple):
     """Most bytes that the recomputation of a unit adds."""
     cut_bytes: int
     """Bytes of the result of an ordinary unit: the median."""
-    working_bytes: int
-    """Most bytes of temporary results and gradients on their way."""
 
     @classmethod
     def of(cls, trace: Trace, work: Mapping[int, Work], plain: float) -> Self:
@@ -158,7 +157,6 @@ class _Totals(NamedTuple):
             sum(event.saved_bytes for event in trace.events),
             max((event.again_bytes for event in trace.events), default=0),
             int(median(value.nbytes for event in trace.events for value in event.outputs[:1] if event.kind == "unit")),
-            max((event.kept.working_bytes for event in trace.events), default=0),
         )
 
 
@@ -198,9 +196,9 @@ def rough(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit:
     message = 0.0 if stages == 1 else _stage_link(layout, cluster).seconds(totals.cut_bytes)
     # Messages fill and drain the pipeline like passes, and a link has no time for more than one of them.
     step = (microbatches - 1) * max(busiest, message) + stages * busiest + 2 * (stages - 1) * message
-    memory = MemoryByCategory(
-        held.parameter, held.gradient, held.optimizer, held.passing, saved, max(0, totals.working_bytes)
-    )
+    events = with_turns(costs.microbatch.trace, costs.program.turns).events
+    stage = StageLoad(0.0, held, saved, working_bytes=max((event.kept.working_bytes for event in events), default=0))
+    memory = stage.fullest
     timed = (step, microbatches * busiest, memory, held.states)
     return _estimate(costs, layout, cluster, memory_limit, timed, costs.elements // stages)
 
@@ -240,7 +238,8 @@ def _program_on(costs: LayoutCosts, layout: JobLayout, cluster: Cluster) -> Plan
         if nbytes:
             seconds, mine = 2 * cluster.ring(nbytes, layout.tp, per_node=layout.tp), work[position]
             work[position] = mine._replace(forward=mine.forward + seconds, input_gradient=mine.input_gradient + seconds)
-    return replace(costs.program, trace=microbatch.trace, work=work, link=link, relief=relief)
+    trace = with_turns(microbatch.trace, costs.program.turns)
+    return replace(costs.program, trace=trace, work=work, link=link, relief=relief)
 
 
 def _estimate(

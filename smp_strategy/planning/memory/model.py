@@ -194,6 +194,16 @@ def _spread(
         gathers=not spreading.gathers_once,
         reduces=spreading.reduces_early,
     )
+    live = [] if spreading.gathers_once else [layout.transient_numel for layout in layouts.values()]
+    by_unit = {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}
+    known = tuple(turns) if calls and spreading.num_stages == 1 else ()
+    return by_unit, _room(turns, uses, layouts, spreading), known, max(live, default=0)
+
+
+def _room(
+    turns: Sequence[Turn], uses: Sequence[Sequence[int]], layouts: Mapping[int, UnitLayout], spreading: ShardingOf
+) -> HeldBytes:
+    """Room in which units take turns, with copies of the parts that other ranks get."""
     gathered = max((turn.gathered for turn in turns), default=0)
     if not spreading.gathers_once and spreading.num_stages > 1:
         gathered = most_gathered(uses, layouts, spreading.most_live, in_any_order=True)
@@ -202,10 +212,7 @@ def _spread(
         reducing = max((turn.reducing for turn in turns), default=0)
         shard = max((layout.transient_bytes for layout in layouts.values()), default=0) // spreading.degree
         unreduced += shard + reducing - reducing // spreading.degree
-    room = HeldBytes(0, gathered=gathered, unreduced=unreduced)
-    by_unit = {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}
-    live = [] if spreading.gathers_once else [layout.transient_numel for layout in layouts.values()]
-    return by_unit, room, tuple(turns) if calls and spreading.num_stages == 1 else (), max(live, default=0)
+    return HeldBytes(0, gathered=gathered, unreduced=unreduced)
 
 
 def _state_sizes(

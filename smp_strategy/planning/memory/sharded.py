@@ -14,11 +14,12 @@ Memory of one rank by kind of tensor: parameters, gradients, optimizer state, bu
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import NamedTuple, TypeVar, final
 
 from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
+from smp_strategy.model.trace.events import Trace
 from smp_strategy.planning.partition.problem import HeldBytes
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "most_unreduced",
     "share_of",
     "turns_of",
+    "with_turns",
 ]
 
 
@@ -158,6 +160,20 @@ def turns_of(
         reducing.extend(through)
         begun.difference_update(through)
     return found[::-1]
+
+
+def with_turns(trace: Trace, turns: Sequence[Turn]) -> Trace:
+    """``trace`` whose working memory is relative to the room in which units take ``turns``."""
+    if not turns:
+        return trace
+    room = max(turn.gathered for turn in turns) + max(turn.own + turn.reducing for turn in turns)
+    events, rest, turn = [], iter(turns), turns[0]
+    for event in trace.events:
+        # Backward of glue comes between those of the units after it and before it.
+        turn = next(rest) if event.kind == "unit" else turn._replace(own=0)
+        beside = turn.beside(event.kept.working_bytes, event.saved_bytes)
+        events.append(event._replace(kept=event.kept._replace(working_bytes=beside - room)))
+    return replace(trace, events=events)
 
 
 def _gathered(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, FlatParameter, UnitLayout
-from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
+from smp_strategy.planning.memory.sharded import Turn, flat_groups, most_gathered, most_unreduced, share_of, turns_of
 from smp_strategy.planning.partition.problem import HeldBytes
 
 SIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -132,3 +132,12 @@ def test_whole_gradients_are_at_least_those_of_the_largest_use_and_at_most_all(u
     assert found >= max((sum(gradients[key] for key in use) for use in uses), default=0)
     assert found <= sum(gradients[key] for key in {key for use in uses for key in use})
     assert found <= most_unreduced(uses, UNITS, most_reducing + 1)
+
+
+def test_a_turn_is_fullest_in_the_backward_of_its_call_or_when_its_gradients_are_copied():
+    units = {"a": layout(64), "b": layout(128)}
+    first, last = turns_of(["a", "b"], units, most_reducing=2)
+    assert first == Turn(gathered=4 * 64, after=0, own=4 * 64, reducing=4 * 128)
+    assert last == Turn(gathered=4 * (64 + 128), after=4 * 64, own=4 * 128, reducing=0)
+    assert first.beside(working=1000, saved=100) == 1000 + 256 + 512
+    assert first.beside(working=0, saved=100) == 2 * 256 - 100 + 512

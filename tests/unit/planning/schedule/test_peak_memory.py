@@ -134,3 +134,12 @@ def test_gradients_take_memory_from_the_first_backward_of_their_segment_on():
 def test_a_single_stage_counts_calls():
     flow = with_kept(flow_of(0), *[(0, 0, 100)] * 12)
     assert peak_saved_bytes(plan_of("F0 B0"), flow, 4) == (500,)
+
+
+def test_working_memory_is_that_of_the_call_that_runs():
+    flow = flow_of(0)
+    (segment,) = flow.work
+    calls = [KeptBytes("a", 10, working=50), KeptBytes("b", 30, working=5)]
+    # With the second microbatch in flight: its first call, whose backward comes last, or its last one.
+    assert peaks(plan_of("F0 F1 B1 B0"), replace(flow, kept={segment: calls})) == (Peak(40 + 10, 50),)
+    assert peaks(plan_of("F0 F1 B1 B0"), replace(flow, kept={segment: calls[::-1]})) == (Peak(40 + 40, 50),)
