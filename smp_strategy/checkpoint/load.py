@@ -131,13 +131,6 @@ def load_optimizer(
 ) -> None:
     """Load this rank's shards of the state of ``optimizer``; the options of its groups stay.
 
-    Args:
-        optimizer: Takes the state.
-        source: Has it.
-        number: Number of the optimizer in the source.
-        holdings: Shards of each parameter that this rank holds.
-        names: Names of the parameters in the source.
-
     Raises:
         CheckpointError: the state is of other parameters.
     """

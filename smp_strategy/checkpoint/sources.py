@@ -95,11 +95,7 @@ def flattened(
 
 @final
 class EditedState:
-    """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` of a loaded state after the user's hooks.
-
-    Args:
-        state: Nested dicts with tensors and other objects.
-    """
+    """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` of a loaded state after the user's hooks."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._entries = flattened(state)

@@ -486,10 +486,6 @@ def lacks_values(tensor: Tensor) -> bool:
 def undefer(tensor: DeferredTensor, *, read: bool = False) -> Tensor:
     """Make ``tensor`` an ordinary one, in place: with its values if they have changed, else on the meta device.
 
-    Args:
-        tensor: Tensor to change.
-        read: Whether it gets its values in any case.
-
     Returns:
         Tensor with the values: a deferred one, or ``tensor`` itself.
     """

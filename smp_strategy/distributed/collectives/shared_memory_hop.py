@@ -27,14 +27,7 @@ LEAST_BYTES: Final = 1 << 18
 
 @final
 class SharedMemoryHop:
-    """Hop between ranks that all share memory.
-
-    Args:
-        group: Ranks.
-        own: Arena of this rank.
-        theirs: Arenas of the other ranks, by global rank.
-        least_bytes: Size of a part from which shared memory is used.
-    """
+    """Hop between ranks that all share memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, own: Arena, theirs: Mapping[int, PeerArena], least_bytes: int = LEAST_BYTES
