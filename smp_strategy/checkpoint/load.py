@@ -40,7 +40,6 @@ _EXTRA_STATE = "_extra_state"
 
 
 def optimizer_key(number: int) -> str:
-    """Key of the state of an optimizer."""
     return f"optimizer_{number}"
 
 

@@ -99,7 +99,6 @@ class BackgroundCall(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has returned."""
         return not self._thread.is_alive()
 
     def within(self, seconds: float) -> bool:

@@ -257,7 +257,6 @@ class _Operation:
         return _restored, (self.function.overloadpacket.__name__, self.function._overloadname, arguments)
 
     def __call__(self, operands: Sequence[Any]) -> Any:
-        """The results with other operands."""
         args, kwargs = pytree.tree_unflatten(operands, self.structure)
         return self.function(*args, **kwargs)
 

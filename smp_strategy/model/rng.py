@@ -71,7 +71,6 @@ class Streams:
         return capture(self.generators, numpy=False)
 
     def restore(self, state: RngState) -> None:
-        """Continue from ``state``."""
         restore(state, self.generators)
 
     @contextmanager

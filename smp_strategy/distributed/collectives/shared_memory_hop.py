@@ -82,7 +82,6 @@ class SharedMemoryHop:
         self._own.close()
 
     def _received(self, peer: int, start: int, like: Tensor, reader: int | None = None) -> Tensor:
-        """Part of ``peer`` in its memory."""
         # Of a block for all peers, this rank's number among them is that of the reader.
         place = self._rank - (self._rank > peer) if reader is None else reader
         return tensor_in(self._arenas[peer].take(start, like.nbytes, place), like.dtype)

@@ -409,7 +409,6 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
-    """Set each generator to its state."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 

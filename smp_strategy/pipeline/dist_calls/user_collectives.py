@@ -279,7 +279,6 @@ class WatchedCollectives:
         self._exchange.users.append(self)
 
     def close(self) -> None:
-        """Stop watching."""
         self._exchange.leave(self)
 
 

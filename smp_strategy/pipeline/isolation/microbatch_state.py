@@ -231,7 +231,6 @@ class MicrobatchState:
         yield from ((Place(id(self._switches), name), before) for name, before in self._switches.changed())
 
     def snapshot(self) -> dict[Place, Any]:
-        """Comparable snapshot of all places."""
         places = {Place(key, name) for key, mapping in self._mappings.items() for name in mapping}
         places |= {place for place in self._known.was_put_back if place.key in self._lasting}
         return {place: frozen(self._get(place)) for place in places}

@@ -71,7 +71,6 @@ class HeldBytes(NamedTuple):
 
     @classmethod
     def sum_of(cls, parts: Iterable["HeldBytes"]) -> "HeldBytes":
-        """Sum of ``parts`` by kind."""
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
 
@@ -177,11 +176,9 @@ class Setting:
         return self.memory_limits[stage] if self.memory_limits else None
 
     def speed(self, stage: int) -> float:
-        """Relative speed of ``stage``."""
         return self.stage_speeds[stage] if self.stage_speeds else 1.0
 
     def flight(self, stage: int) -> InFlight:
-        """Microbatches in flight on ``stage``."""
         return self.in_flight[stage] if self.in_flight else InFlight()
 
 

@@ -120,7 +120,6 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[tu
 
 
 def used_bytes(moment: ActionMemory, flow: Flow) -> int:
-    """Bytes of activations at a moment."""
     used = sum(count * sum(call.saved for call in flow.kept[segment]) for segment, count in moment.kept.items())
     used += sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in moment.near.items())
     return used if moment.running is None else used + _passing(flow.kept[moment.running.segment], moment.running)

@@ -26,7 +26,6 @@ OPEN_DEPTH = 2
 
 
 def page(partition: Partition, plan: Plan | None) -> str:
-    """HTML of the page."""
     what, *more = (escape(line) for line in summary(partition))
     parts = [
         element("h1", what),
