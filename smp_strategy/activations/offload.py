@@ -103,7 +103,6 @@ class ReadBack:
         self._outer = outer
 
     def __call__(self, saved: Any) -> Tensor:
-        """The saved tensor."""
         if isinstance(saved, Saved):
             return self._read(saved)
         assert self._outer is not None

@@ -73,7 +73,6 @@ class Saved:
         return self._tensor
 
     def pack(self, parcel: "OffloadedTensor", view: _View) -> None:
-        """Assign it to ``parcel``."""
         self.parcel, self.view = parcel, view
 
     @property
@@ -145,7 +144,6 @@ class OffloadedTensor:
         return not self.was_sent or (self._begin <= view.begin and view.end <= self._end)
 
     def add(self, saved: Saved, view: _View) -> None:
-        """Add another saved tensor."""
         assert self.covers(view)
         self._begin, self._end = min(self._begin, _aligned(view.begin)), max(self._end, view.end)
         saved.pack(self, view)

@@ -40,7 +40,6 @@ _EXTRA_STATE = "_extra_state"
 
 
 def optimizer_key(number: int) -> str:
-    """Key of the state of an optimizer."""
     return f"optimizer_{number}"
 
 
@@ -130,13 +129,6 @@ def load_optimizer(
     optimizer: Optimizer, source: Source, number: int, holdings: Holdings, names: Mapping[nn.Parameter, str]
 ) -> None:
     """Load this rank's shards of the state of ``optimizer``; the options of its groups stay.
-
-    Args:
-        optimizer: Takes the state.
-        source: Has it.
-        number: Number of the optimizer in the source.
-        holdings: Shards of each parameter that this rank holds.
-        names: Names of the parameters in the source.
 
     Raises:
         CheckpointError: the state is of other parameters.

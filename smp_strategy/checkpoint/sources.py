@@ -36,7 +36,6 @@ MARK: Final = "smp_strategy/spread"
 """Key of the placeholder of such a tensor in the rest: ``{MARK: <number>}``."""
 
 
-@final
 class WholeState:
     """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` of full tensors in memory, or mapped from a file.
 
@@ -49,7 +48,6 @@ class WholeState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, whole."""
         return {name: value for name, value in self._entries.items() if isinstance(value, Tensor)}
 
     @property
@@ -68,7 +66,6 @@ class WholeState:
                 block.tensor.copy_(block.rectangle.view_of(whole.detach()))
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
-        """Objects by their names."""
         return {name: self._entries[name] for name in names}
 
 
@@ -94,26 +91,11 @@ def flattened(
 
 
 @final
-class EditedState:
-    """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` of a loaded state after the user's hooks.
-
-    Args:
-        state: Nested dicts with tensors and other objects.
-    """
+class EditedState(WholeState):
+    """:class:`~smp_strategy.checkpoint.storage.held_tensor.Source` of a loaded state after the user's hooks."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._entries = flattened(state)
-        self._whole = WholeState(self._entries)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors."""
-        return self._whole.tensors
-
-    @property
-    def objects(self) -> list[str]:
-        """Names of everything else."""
-        return self._whole.objects
+        super().__init__(flattened(state))
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """Copy values to this rank's rectangles; unread tensors are read from their own source."""
@@ -130,11 +112,7 @@ class EditedState:
             others[name] = held
         for source, of_source in unread.items():
             source.fill(of_source)
-        self._whole.fill(others)
-
-    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
-        """Objects by their names."""
-        return self._whole.read_objects(names)
+        super().fill(others)
 
 
 class Readable(Source, Protocol):
@@ -154,7 +132,6 @@ class StoredValues:
     """Name of the tensor in ``source``."""
 
     def __call__(self) -> Tensor:
-        """Read them."""
         return self.source.read(self.name)
 
 

@@ -121,12 +121,7 @@ class Portion(NamedTuple):
 
 
 def assign_writers(held: Sequence[Sequence[int]], writers: Sequence[int]) -> list[int]:
-    """Writer of each file: one that has as many bytes of it as any, so that the bytes of all files are balanced.
-
-    Args:
-        held: For each file, the bytes that each rank has of it.
-        writers: Ranks that can write.
-    """
+    """Writer of each file: one that has as many bytes of it as any, so that the bytes of all files are balanced."""
     most = [max(amounts[rank] for rank in writers) for amounts in held]
     choices = [[rank for rank in writers if amounts[rank] == best] for amounts, best in zip(held, most, strict=True)]
     num_ranks = max(writers) + 1
@@ -156,13 +151,7 @@ def portions_in_turn(files: Sequence[PlannedFile], writers: Sequence[int]) -> li
 
 
 def in_rounds(parts: Sequence[T], sizes: Sequence[int], most: int = 1 << 30) -> Iterator[Sequence[T]]:
-    """Cut ``parts`` into rounds of ``most`` bytes, and of one part at least.
-
-    Args:
-        parts: All portions or tensors, in order.
-        sizes: Bytes of each.
-        most: Bytes of a round.
-    """
+    """Cut ``parts`` into rounds of ``most`` bytes, and of one part at least."""
     begin, total = 0, 0
     for number, size in enumerate(sizes):
         if number > begin and total + size > most:

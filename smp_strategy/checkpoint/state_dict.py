@@ -40,13 +40,7 @@ __all__ = [
 
 
 def held(holdings: Holdings, parameter: nn.Parameter, local: Tensor) -> HeldTensor:
-    """The sharded tensor of which this rank has ``local``, with one value per element of ``parameter``.
-
-    Args:
-        holdings: Parameters that this rank holds.
-        parameter: One of them.
-        local: This rank's values, of the parameter's local shape.
-    """
+    """The sharded tensor of which this rank has ``local``, with one value per element of ``parameter``."""
     return _held(holdings, parameter, holdings.rectangles(parameter, local), local.dtype)
 
 

@@ -138,7 +138,6 @@ class _LaidOutFile:
             raise CheckpointError(f"`{min(lost)}` would have no values: the object in the file has a copy, or nothing.")
 
     def fill(self, unfilled: Tensor, value: Tensor) -> None:
-        """Write the values of a tensor."""
         data = raw(value.cpu().contiguous())
         offset = self._offsets[unfilled.data_ptr()]
         self._file.seek(offset)

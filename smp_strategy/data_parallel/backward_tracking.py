@@ -104,7 +104,6 @@ class BackwardTracker:
         self._active: dict[int, list[TrackedCall]] = {}
 
     def begin(self, unit: int, token: object) -> TrackedCall:
-        """Note a call of ``unit``."""
         return TrackedCall(unit, self._threads.setdefault(token, _Thread()))
 
     def watch(self, call: TrackedCall, results: Iterable[Tensor], made_before: int) -> None:
@@ -237,7 +236,6 @@ def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> save
 
 
 def is_in(memory: Sequence[range], tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands in ``memory``."""
     kind = type(tensor)
     if kind is not Tensor and kind is not nn.Parameter:
         return False

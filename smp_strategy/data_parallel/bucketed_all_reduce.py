@@ -90,7 +90,6 @@ class BucketedAllReduce:
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Parameters of all buckets."""
         return self._bucket_of.keys()
 
     @contextmanager

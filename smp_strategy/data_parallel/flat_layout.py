@@ -87,7 +87,6 @@ class Piece:
 
     @property
     def in_shard(self) -> slice:
-        """Its elements of the shard."""
         return slice(self.offset, self.offset + self.numel)
 
 
@@ -153,17 +152,14 @@ class FlatLayout:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the buffer."""
         return self.use_itemsize * self.full_numel
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of a shard."""
         return self.gradient_itemsize * self.shard_numel
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Bytes of the gradients of the buffer."""
         return self.gradient_itemsize * self.full_numel
 
     @property

@@ -169,11 +169,7 @@ class FlatUnit:
         self._each(lambda buffer: buffer.gradients.collect())
 
     def reduce(self, factor: float = 1.0) -> None:
-        """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective.
-
-        Args:
-            factor: Factor of the gradients, the same on all ranks.
-        """
+        """Collect, and begin to reduce-scatter the gradients; they are added to earlier ones. Collective."""
         self._each(lambda buffer: buffer.gradients.reduce(factor))
 
     def wait_reduced(self) -> None:
@@ -211,11 +207,7 @@ class FlatUnit:
                 yield parameter, (buffer, number)
 
     def restore(self, *, keep: bool = True) -> None:
-        """Give the parameters their whole values back, in memory of their own, without gradients. Collective.
-
-        Args:
-            keep: Whether this rank gets them as well.
-        """
+        """Give the parameters their whole values back, in memory of their own, without gradients. Collective."""
         self._each(lambda buffer: buffer.restore(keep=keep))
 
     def release(self) -> None:

@@ -134,7 +134,6 @@ def _gathered(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
 
 
 def is_sparse(gradient: Tensor | None) -> bool:
-    """Whether ``gradient`` is sparse."""
     return gradient is not None and gradient.layout == torch.sparse_coo
 
 

@@ -132,7 +132,6 @@ class Holdings:
         return (buffer.own_pieces[number].numel,)
 
     def local_values(self, parameter: nn.Parameter) -> Tensor:
-        """Values of these elements."""
         if not self.is_sharded(parameter):
             return parameter.detach()
         buffer, number = self.sharded.place_of(parameter)

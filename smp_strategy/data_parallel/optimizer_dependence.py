@@ -118,7 +118,6 @@ class _ProbeParameter:
     gradients: tuple[Tensor, ...]
 
     def is_on(self, stage: int) -> bool:
-        """Whether ``stage`` has its values."""
         return any(updater.stage == stage for updater in self.updaters)
 
 

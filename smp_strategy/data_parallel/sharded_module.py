@@ -116,7 +116,6 @@ class ShardedModule:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All sharded parameters."""
         return list(self._unit_of)
 
     @property
@@ -145,7 +144,6 @@ class ShardedModule:
         return self._shards.size == 1
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is sharded."""
         return parameter in self._unit_of
 
     # Passes over the model

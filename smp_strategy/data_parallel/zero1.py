@@ -94,7 +94,6 @@ class ZeroOptimizer:
         return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
 
     def buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        """Buckets of the gradients of ``parameters``."""
         return list(self._rounds(parameters)) if self.drops_gradients else alike(parameters)
 
     def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -238,7 +237,6 @@ class ParameterBroadcast:
         self._under_way = [work for work in self._under_way if not work.is_done()]
 
     def wait(self) -> None:
-        """Wait for all parameters."""
         wait_for(self._under_way)
         self._under_way = []
 

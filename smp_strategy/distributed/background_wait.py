@@ -82,7 +82,6 @@ class BackgroundWaits:
         self._idle: list[Relay] = []
 
     def expect(self, work: Handle[object]) -> None:
-        """Begin to wait for ``work``."""
         if not self._idle:
             self._idle.append(Relay())
             self._relays.append(self._idle[-1])

@@ -99,7 +99,6 @@ class BackgroundCall(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has returned."""
         return not self._thread.is_alive()
 
     def within(self, seconds: float) -> bool:
@@ -164,10 +163,6 @@ def publish(store: dist.Store, rank: int, text: str, run: int = FATAL) -> bool:
 
 def publish_own(error: BaseException, *, is_fatal: bool = False) -> bool:
     """Publish ``error``, with which this rank has failed in the present run.
-
-    Args:
-        error: Error of this rank.
-        is_fatal: Whether it ends the process.
 
     Returns:
         Whether it is the first failure: no other rank has failed before, and it is not about another rank.

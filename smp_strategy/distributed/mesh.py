@@ -141,11 +141,6 @@ class ProcessMesh:
         return self.pp > 1 or self.shard_group is not None or self.tp > 1
 
     @property
-    def is_first_of_replica(self) -> bool:
-        """Whether this rank holds the last stage of its replica, with the loss and the loggers."""
-        return self.rank == self.first_of_replica
-
-    @property
     def first_of_replica(self) -> int:
         """Global rank of the last stage of this replica, the first of those that split its layers."""
         return self.shape.rank_at(self.dp_rank, self.pp - 1)

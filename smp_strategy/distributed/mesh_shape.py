@@ -133,12 +133,10 @@ class MeshShape:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
         return self.world_size // (self.node_size or self.world_size)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Degree of each axis."""
         return {"dp_replicate": self.dp // self.dp_shard, "dp_shard": self.dp_shard, "pp": self.pp, "tp": self.tp}
 
     @cached_property

@@ -60,7 +60,6 @@ class PeerProcess(NamedTuple):
 
     @staticmethod
     def decode(line: str) -> "PeerProcess":
-        """Process of a line of text."""
         rank, pid, started = line.split()
         return PeerProcess(int(rank), int(pid), started)
 
@@ -79,7 +78,6 @@ def is_stopped(pid: int) -> bool | None:
 
 
 def has_ended(process: PeerProcess) -> bool:
-    """Whether ``process`` is known to have ended."""
     fields = fields_of(process.pid)
     return process.started != _UNKNOWN and (_started(fields) != process.started or fields[STATE] in "ZX")
 

@@ -65,9 +65,6 @@ class PinnedBuffer:
 class PinnedPool:
     """Pool of page-locked buffers.
 
-    Args:
-        allocate: Allocates that many bytes of page-locked memory.
-
     Attributes:
         most_leased: Peak of leased bytes since it was last set.
     """

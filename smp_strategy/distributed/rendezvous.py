@@ -26,9 +26,6 @@ T = TypeVar("T")
 def meet(call: str) -> None:
     """Wait until all ranks make this ``call``. Collective.
 
-    Args:
-        call: Name of the call, for messages.
-
     Raises:
         ApartError: ranks make different calls, do not come, or wait in a step for this one.
         PeerFailedError: another rank has failed.
@@ -71,13 +68,7 @@ def alike(doing: str) -> Iterator[None]:
 
 
 def decided_by(source: int, decide: Callable[[], T], doing: str = "a decision of a single rank") -> T:
-    """Broadcast the result of ``decide`` on the global rank ``source``, or raise its error everywhere. Collective.
-
-    Args:
-        source: Rank that decides.
-        decide: Called on that rank only.
-        doing: Purpose, for messages.
-    """
+    """Broadcast the result of ``decide`` on the global rank ``source``, or raise its error everywhere. Collective."""
     found: tuple[T | None, Exception | None] = (None, None)
     if dist.get_rank() == source:
         try:

@@ -300,13 +300,7 @@ class PeerArena:
         self._first = _data_of(address.capacity)
 
     def take(self, start: int, nbytes: int, reader: int = 0) -> torch.UntypedStorage:
-        """Memory of the block that begins at ``start``; it is given back when nobody holds this any more.
-
-        Args:
-            start: Start of the block.
-            nbytes: Its size.
-            reader: Number of this reader among those of the block.
-        """
+        """Memory of the block that begins at ``start``; it is given back when nobody holds this any more."""
         return _taken(self._memory, self._first + start, nbytes, _FLAGS + start // GRANULE + reader)
 
     def peek(self, start: int, nbytes: int) -> torch.UntypedStorage:

@@ -18,12 +18,7 @@ __all__ = ["call_at_exit"]
 
 
 def call_at_exit(method: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
-    """Call a bound ``method`` when the process ends, if its object still lives; the object is not kept alive.
-
-    Args:
-        method: Method of the object.
-        then: Called afterwards if ``method`` returns true.
-    """
+    """Call a bound ``method`` when the process ends, if its object still lives; the object is not kept alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -217,7 +217,6 @@ def open_device_memory(exported: tuple[Any, ...], device: torch.device) -> Tenso
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group."""
     return dist.distributed_c10d._get_default_group()
 
 

@@ -73,12 +73,7 @@ class Position(NamedTuple):
 
 
 def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:
-    """Whether the wait of ``rank`` can never end.
-
-    Args:
-        rank: Global rank.
-        positions: Positions of the ranks that wait; others are at work.
-    """
+    """Whether the wait of ``rank`` can never end."""
     stuck = {other for other, position in positions.items() if position.is_waiting}
     while going := {other for other in stuck if _can_go_on(positions[other], positions, stuck)}:
         stuck -= going

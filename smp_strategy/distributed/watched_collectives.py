@@ -191,7 +191,6 @@ def barrier(doing: str, group: dist.ProcessGroup | None = None) -> None:
 
 
 def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = None) -> list[int]:
-    """All-gather a number of each rank."""
     group = _group(group)
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, number], dtype=torch.int64, device="cpu")

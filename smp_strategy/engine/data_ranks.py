@@ -92,7 +92,6 @@ class DataGroups:
         return self._told(found)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Gather one object from each data rank."""
         box: list[Any] = [mine] * self._num
         if self._num > 1 and self._is_first:
             found = collectives.gather_objects(mine, self._doing, self._between_firsts)

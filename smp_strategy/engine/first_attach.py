@@ -105,10 +105,6 @@ def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed:
 def lay_out(parts: EngineParts, *, is_placed: bool = True) -> None:
     """Choose units and begin an undecided layout, by the annotations of the attached module now. Collective.
 
-    Args:
-        parts: Parts of the engine, which get the layout.
-        is_placed: As of :func:`begin_layout`.
-
     Raises:
         ConfigError: The annotations do not fit the degrees or the options.
     """

@@ -46,12 +46,7 @@ def given(value: Any) -> Any:
 
 @final
 class NotJoined:
-    """Placeholder of a result that cannot be merged; raises on any use.
-
-    Args:
-        where: description of the value in the result.
-        why: reason why it cannot be merged.
-    """
+    """Placeholder of a result that cannot be merged; raises on any use."""
 
     def __init__(self, where: str, why: str) -> None:
         self._message = (

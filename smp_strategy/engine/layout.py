@@ -75,14 +75,6 @@ class Layout:
     ) -> Self:
         """Layout before the first step.
 
-        Args:
-            config: All options.
-            module: Full module.
-            units: Its units.
-            mesh: Process mesh.
-            device: Device on which steps run.
-            given: Stages that the user has decided.
-
         Raises:
             ConfigError: a pattern of `activation_checkpointing` fits no module.
         """

@@ -36,11 +36,6 @@ def engine_left(
 ) -> Engine | None:
     """Engine that has left ``module`` sharded, if the next run can go on with it instead of a new one. Collective.
 
-    Args:
-        module: Module of the next run.
-        config, device, timeout: Those that a new engine would get.
-        trains: Whether the next run trains.
-
     Returns:
         The engine; ``None``: there is none, or it has other options, or the run needs a full module.
 

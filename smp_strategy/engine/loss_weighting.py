@@ -14,12 +14,7 @@ __all__ = ["LossWeighting", "render_problems"]
 
 @final
 class LossWeighting:
-    """Decides in which steps terms of the loss get weights.
-
-    Args:
-        is_on: whether any get weights.
-        report: called with text for the user.
-    """
+    """Decides in which steps terms of the loss get weights."""
 
     def __init__(self, report: Callable[[str], None], *, is_on: bool) -> None:
         self._report = report
@@ -42,12 +37,7 @@ class LossWeighting:
         return weights
 
     def end(self, kind: str | None = None, path: int | None = None) -> None:
-        """After a step: report problems, and decide about the next steps of its kind.
-
-        Args:
-            kind: kind of a step that has a path.
-            path: what tells its path from others.
-        """
+        """After a step: report problems, and decide about the next steps of its kind."""
         if self._current is not None:
             current, weights = self._current
             self._current = None

@@ -110,7 +110,6 @@ class ManualSteps:
         self._hidden = HiddenGradients(holdings.parameters)
 
     def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
-        """Run a manual step."""
         assert self._calls.runtime is not None
         assert self._hidden is not None
         self._weights = job.weights

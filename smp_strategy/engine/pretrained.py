@@ -149,7 +149,6 @@ class _DeferredFile:
         return names
 
     def metadata(self) -> Any:
-        """Metadata of the file."""
         return self._file.metadata()
 
     def get_slice(self, name: str) -> "_DeferredSlice":

@@ -77,7 +77,6 @@ class UnitCalls:
 
     @property
     def are_intercepted(self) -> bool:
-        """Whether unit calls are intercepted."""
         return bool(self._units)
 
     @property

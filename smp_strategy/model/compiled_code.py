@@ -30,11 +30,7 @@ def leave_uncompiled(*functions: object) -> None:
 
 @contextmanager
 def uncompiled_where(is_glue: Callable[[], bool]) -> Iterator[None]:
-    """Context in which compiled functions that the code above the units calls run uncompiled.
-
-    Args:
-        is_glue: whether such code runs now.
-    """
+    """Context in which compiled functions that the code above the units calls run uncompiled."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

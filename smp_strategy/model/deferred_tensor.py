@@ -257,7 +257,6 @@ class _Operation:
         return _restored, (self.function.overloadpacket.__name__, self.function._overloadname, arguments)
 
     def __call__(self, operands: Sequence[Any]) -> Any:
-        """The results with other operands."""
         args, kwargs = pytree.tree_unflatten(operands, self.structure)
         return self.function(*args, **kwargs)
 
@@ -485,10 +484,6 @@ def lacks_values(tensor: Tensor) -> bool:
 
 def undefer(tensor: DeferredTensor, *, read: bool = False) -> Tensor:
     """Make ``tensor`` an ordinary one, in place: with its values if they have changed, else on the meta device.
-
-    Args:
-        tensor: Tensor to change.
-        read: Whether it gets its values in any case.
 
     Returns:
         Tensor with the values: a deferred one, or ``tensor`` itself.

@@ -130,7 +130,6 @@ class Guard:
             return func(*args, **kwargs)
 
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        """Deep copy of ``tensor``."""
         self._lift_for("copy.deepcopy")
         copied: Tensor = copy.deepcopy(tensor, memo)
         return copied

@@ -56,7 +56,6 @@ class TensorSlot:
 
     @property
     def name(self) -> str:
-        """Qualified name of the tensor."""
         return f"{self.owner}.{self.key}" if self.owner else self.key
 
 
@@ -250,7 +249,6 @@ class _Changes(TorchDispatchMode):
         return storage_of(tensor) in self._changed or place.tensors.get(place.key) is not tensor
 
     def note(self, tensor: Tensor) -> None:
-        """Record a change of ``tensor``."""
         self._changed.add(storage_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -40,11 +40,7 @@ def zero_padding_of(applies: Callable[[nn.TransformerEncoder], bool]) -> Callabl
 
 @contextmanager
 def padded_encoders(is_glue: Callable[[], bool]) -> Iterator[None]:
-    """Context in which encoders that the code above the units calls make no nested tensors.
-
-    Args:
-        is_glue: whether such code runs now.
-    """
+    """Context in which encoders that the code above the units calls make no nested tensors."""
     end = zero_padding_of(lambda encoder: getattr(encoder, "use_nested_tensor", False) and is_glue())
     try:
         yield

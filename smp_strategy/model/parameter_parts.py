@@ -39,11 +39,9 @@ class ParameterParts:
         return self.group.size > 1
 
     def has(self, parameter: object) -> bool:
-        """Whether ``parameter`` is split."""
         return isinstance(parameter, nn.Parameter) and parameter in self.cuts
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of the whole ``parameter``."""
         return self._shape(parameter, self._cut(parameter).length) if self.has(parameter) else parameter.shape
 
     def shape(self, parameter: Tensor) -> torch.Size:

@@ -35,9 +35,6 @@ class Streams:
     each stream has a numpy generator of its own, which replaces the global one; making one is as slow, so they are
     reused.
 
-    Args:
-        device: Its generator belongs to a stream, beside those of torch on the host, Python and numpy.
-
     Attributes:
         device: As given.
         spare: numpy generators that no stream uses.
@@ -74,7 +71,6 @@ class Streams:
         return capture(self.generators, numpy=False)
 
     def restore(self, state: RngState) -> None:
-        """Continue from ``state``."""
         restore(state, self.generators)
 
     @contextmanager

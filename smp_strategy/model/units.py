@@ -225,7 +225,6 @@ class _Indivisible:
             raise ConfigError(f"`unit_classes` names {missing}, but the model has no module of such a class.{hint}")
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether ``module`` is not to be opened."""
         return self.reason(module) is not None
 
     def is_asked_for(self, module: nn.Module) -> bool:

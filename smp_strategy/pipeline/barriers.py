@@ -182,10 +182,6 @@ class BarrierSteps:
     def once(self, barrier: Barrier, *, also_dry: bool) -> Any:
         """Carry out the action of ``barrier`` once for the batch, when all microbatches have called this.
 
-        Args:
-            barrier: barrier, with the value of this microbatch.
-            also_dry: whether to carry out the action in a dry run as well.
-
         Raises:
             UnsupportedError: the step does not stop at barriers.
         """

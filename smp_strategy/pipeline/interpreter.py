@@ -149,7 +149,6 @@ class MicrobatchInterpreter:
         return placed
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        """Call a unit."""
         # Attributes that other code reads go in as one more argument, and come out in it: [Note: exposed attributes].
         if callee.exposed:
             before = state_of(callee.exposed)

@@ -67,7 +67,6 @@ class StepRun:
 
 
 def trace_of(program: MicrobatchInterpreter, loss: Any) -> Trace:
-    """Trace of a program with its loss."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
     return Trace([event for event, _ in program.program_trace.events], number)
 

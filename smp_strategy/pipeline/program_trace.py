@@ -71,7 +71,6 @@ class ProgramTrace:
 
     @property
     def is_planned(self) -> bool:
-        """Whether there is a plan for the program."""
         return self._expected is not None
 
     @property
@@ -163,7 +162,6 @@ class ProgramTrace:
         return value, SegmentId(home[0], 0)
 
     def end(self) -> None:
-        """Close the trace: the program has ended."""
         self.has_ended = True
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)
         self._leader = None  # it would keep all records before it

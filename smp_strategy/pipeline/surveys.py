@@ -17,27 +17,17 @@ from smp_strategy.pipeline.results import up_to_date
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.wrapping.autograd_functions import watched_entrances
 
-__all__ = ["alone", "entered", "rehearse", "run_alone", "survey"]
-
-
-def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
-    """Run code of the glue once, on every stage, outside of the microbatches.
-
-    Args:
-        runtime: runtime of the stage.
-        code: user code; gets the program that routes its calls.
-        generators: global generators that it draws from, which are synchronised over the stages.
-
-    Returns:
-        The result of ``code``, with real tensors on every stage.
-    """
-    with alone(runtime, generators) as program:
-        return runtime.stage.make_real(code(program))
+__all__ = ["alone", "entered", "rehearse", "survey"]
 
 
 @contextmanager
 def alone(runtime: Runtime, generators: GlobalGenerators) -> Iterator[MicrobatchInterpreter]:
-    """Context of code of the glue that runs once, with its program; see :func:`run_alone`."""
+    """Context of code of the glue that runs once, on every stage, outside of the microbatches; gives its program.
+
+    Args:
+        runtime: runtime of the stage.
+        generators: global generators that it draws from, which are synchronised over the stages.
+    """
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, generators=generators, current=runtime.current)
     with entered(runtime, program):
         yield program

@@ -222,7 +222,6 @@ def _simplest(partitions: Collection[Partition]) -> Partition:
 
 
 def problem_under(config: SMPConfig, program: PlanningInput, num_stages: int, policy: Policy) -> PartitionProblem:
-    """The partitioning problem under a policy."""
     num_microbatches = config.num_microbatches(num_stages)
     setting = Setting(
         num_stages=num_stages,

@@ -56,7 +56,6 @@ def reduce_dtype(options: PrecisionOptions) -> torch.dtype | None:
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` has half precision."""
     return dtype in _HALVES
 
 

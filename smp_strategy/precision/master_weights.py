@@ -98,11 +98,7 @@ def widened(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 @final
 class Fp32Gradients:
-    """Float32 sums of the gradients of half-precision parameters, from construction on.
-
-    Args:
-        parameters: Parameters of any dtype; those of half precision are affected.
-    """
+    """Float32 sums of the gradients of half-precision parameters, from construction on."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._handles = {each: add_in(each, torch.float32) for each in parameters if is_half(each.dtype)}

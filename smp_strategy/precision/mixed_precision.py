@@ -116,7 +116,6 @@ class MixedPrecision:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the present copies."""
         return sum(copy.half.nbytes for copy in self._copies.values() if copy.half is not None)
 
     @contextmanager
@@ -199,7 +198,6 @@ class _HalfCopy:
         return half
 
     def let_go(self) -> None:
-        """Free the copy."""
         self.half, self.is_current = None, False
 
     def _made(self) -> nn.Parameter:

@@ -41,11 +41,7 @@ class _InRegion(NamedTuple):
 
 @final
 class RegionRng:
-    """Random numbers of a split region; shared by the layers at its ends.
-
-    Args:
-        group: Ranks whose numbers differ.
-    """
+    """Random numbers of a split region; shared by the layers at its ends."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group

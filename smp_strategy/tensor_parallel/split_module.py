@@ -98,7 +98,6 @@ class SplitModule:
 
     @property
     def cuts(self) -> Mapping[nn.Parameter, Cut]:
-        """Cuts of the split parameters."""
         return self.parts.cuts
 
     def hook_problem(self, modules: Mapping[str, nn.Module]) -> str | None:
@@ -153,7 +152,6 @@ class _WholeSizes(Guard):
         return False
 
     def describe(self, tensor: Tensor) -> str:
-        """Shape of the whole ``tensor``."""
         return f"Parameter({list(tensor.shape)}, split over ranks)"
 
     def refusal(self, operation: str) -> UnsupportedError:

@@ -33,7 +33,7 @@ MOST = {
     "function and dispatch modes": 13,
     "kinds of threads": 7,  # goal: 5
     "recursive walks of containers": 15,
-    "imports of doors past the engine": 27,  # goal: 0
+    "imports of doors past the engine": 26,  # goal: 0
 }
 
 

@@ -40,7 +40,6 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "LazyTensor":

@@ -65,10 +65,6 @@ def open_sharded(path: AnyPath, *, weights_at: str | None = None) -> CheckpointC
 def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
     """The dict in a file, its tensors as :class:`LazyTensor`.
 
-    Args:
-        path: File.
-        verify: Compare all of it to its digests, if it has some.
-
     Raises:
         CheckpointError: it is damaged, has no dict, or names classes, which could run code.
     """

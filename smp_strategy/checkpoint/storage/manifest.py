@@ -57,11 +57,7 @@ def pieces_of(length: int, piece: int = PIECE) -> Iterator[tuple[int, int]]:
 
 @final
 class DigestingFile:
-    """File written from beginning to end, as ``torch.save`` does, with a digest for each piece.
-
-    Args:
-        file: Open for writing, unbuffered.
-    """
+    """File written from beginning to end, as ``torch.save`` does, with a digest for each piece."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._early = file, EarlyWriting(file)
@@ -121,11 +117,7 @@ def to_disk(file: BinaryIO) -> None:
 
 @final
 class EarlyWriting:
-    """Asks the system, from time to time, to begin writing a file to disk. Guarantees nothing: see :func:`to_disk`.
-
-    Args:
-        file: Written from beginning to end.
-    """
+    """Asks the system, from time to time, to begin writing a file to disk. Guarantees nothing: see :func:`to_disk`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._number, self._begun = -1, 0

@@ -20,7 +20,6 @@ MARK: Final = r"([0-9a-f]{8})-(\d+)-(\d+)"
 
 
 def mark() -> str:
-    """Mark of this process."""
     pid = os.getpid()
     return f"{_machine()}-{pid}-{_started(pid)}"
 

@@ -177,7 +177,6 @@ class CheckpointReader:
 
     @property
     def has_digests(self) -> bool:
-        """Whether reads are verified."""
         return self._manifest is not None
 
     def place(self, name: str) -> str:

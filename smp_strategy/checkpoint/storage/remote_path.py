@@ -85,7 +85,6 @@ class RemotePath:
             return bool(system.exists(path))
 
     def is_file(self) -> bool:
-        """Whether there is an object."""
         with self._fresh() as (system, path):
             return bool(system.isfile(path))
 
@@ -242,7 +241,6 @@ class RemoteFile:
         return len(data)
 
     def close(self) -> None:
-        """Close it."""
         self._context.__exit__(None, None, None)
 
 

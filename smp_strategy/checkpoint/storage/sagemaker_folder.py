@@ -23,10 +23,6 @@ _LONGEST: Final = 150  # bytes, of 255 of a file name: prefix and suffix need th
 class TaggedFolder:
     """Paths of one tagged checkpoint.
 
-    Args:
-        folder: Folder of the checkpoints; need not exist to be written to.
-        tag: Tag of the checkpoint.
-
     Attributes:
         tag: As given.
         partial: Path of the sharded directory.

@@ -154,10 +154,6 @@ def _opened(node: Any) -> Iterator[tuple[str, Any]]:
 def load_file(path: Path, *, weights_only: bool) -> Any:
     """Load a file into host memory.
 
-    Args:
-        path: Path of the file.
-        weights_only: See ``torch.load``.
-
     Raises:
         CheckpointError: it cannot be loaded without running code.
         DamagedError: it is damaged, or no checkpoint.

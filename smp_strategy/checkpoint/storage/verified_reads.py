@@ -95,7 +95,6 @@ class LocalFile:
         return os.preadv(self._number, [memory], offset)
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._number)
 
 
@@ -168,11 +167,9 @@ class FileSlice(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def readinto(self, buffer: "memoryview | bytearray") -> int:  # type: ignore[override]

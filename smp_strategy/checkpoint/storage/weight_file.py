@@ -114,7 +114,6 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write the values of the tensor ``name``."""
         assert (tuple(value.shape), value.dtype) == (tuple(self._tensors[name].shape), self._tensors[name].dtype), name
         if not value.numel():
             return
@@ -122,7 +121,6 @@ class SafetensorsFile:
         self._file.write(raw(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

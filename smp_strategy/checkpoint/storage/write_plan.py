@@ -38,7 +38,6 @@ class Offer:
 
     @classmethod
     def of(cls, state: FlatState) -> "Offer":
-        """The offer of a state."""
         tensors = {
             name: (
                 LocalTensorInfo(held.shape, held.dtype),

@@ -325,7 +325,6 @@ class Prepared:
 
 
 def _write_whole(path: AnyPath, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
-    """Write a file that is one region."""
     with _created(path) as raw_file:
         file = DigestingFile(raw_file)
         write(file)

@@ -11,6 +11,7 @@ a validation loss) sets learning rates apart, so each update notes the settings 
 
 import dataclasses
 import enum
+import inspect
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -86,7 +87,8 @@ def shown(value: Any, levels: int = 4) -> str:
     if isinstance(value, enum.Enum):
         return shown(value.value)
     if levels and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__qualname__}({shown(vars(value), levels)})"
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return f"{type(value).__qualname__}({shown(fields, levels)})"
     if isinstance(value, _PLAIN):
         text = str(value) if isinstance(value, (timedelta, PurePath)) else repr(value)
     elif levels and isinstance(value, Mapping):
@@ -96,7 +98,8 @@ def shown(value: Any, levels: int = 4) -> str:
     elif levels and isinstance(value, (set, frozenset)):
         text = "{" + ", ".join(sorted(shown(each, levels - 1) for each in value)) + "}"
     else:
-        return getattr(value, "__qualname__", type(value).__qualname__)
+        named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+        return str(getattr(named, "__qualname__", type(value).__qualname__))
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({zlib.crc32(text.encode()):08x})"
 
 

@@ -49,7 +49,6 @@ class InputDigest(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Both in one number."""
         return self.shapes >> 1 << 32 | self.values
 
 

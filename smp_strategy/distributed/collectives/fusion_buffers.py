@@ -23,12 +23,7 @@ FUSION_BYTES: Final = 4 * 2**20
 
 @final
 class FusionBuffers:
-    """:class:`~smp_strategy.distributed.collectives.interface.JoinedSums` in buffers of one size.
-
-    Args:
-        collectives: Collectives of the group.
-        most_bytes: Size of a buffer.
-    """
+    """:class:`~smp_strategy.distributed.collectives.interface.JoinedSums` in buffers of one size."""
 
     def __init__(self, collectives: Collectives, most_bytes: int = FUSION_BYTES) -> None:
         self._collectives = collectives

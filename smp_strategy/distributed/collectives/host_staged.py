@@ -21,12 +21,7 @@ __all__ = ["HostStagedCollectives"]
 
 @final
 class HostStagedCollectives:
-    """:class:`~smp_strategy.distributed.collectives.interface.Collectives` by way of the host.
-
-    Args:
-        messages: Collectives of host buffers.
-        device: Device of the buffers.
-    """
+    """:class:`~smp_strategy.distributed.collectives.interface.Collectives` by way of the host."""
 
     def __init__(self, messages: GlooCollectives, device: torch.device) -> None:
         self.rank, self.size = messages.rank, messages.size

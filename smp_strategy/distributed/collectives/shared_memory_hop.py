@@ -27,14 +27,7 @@ LEAST_BYTES: Final = 1 << 18
 
 @final
 class SharedMemoryHop:
-    """Hop between ranks that all share memory.
-
-    Args:
-        group: Ranks.
-        own: Arena of this rank.
-        theirs: Arenas of the other ranks, by global rank.
-        least_bytes: Size of a part from which shared memory is used.
-    """
+    """Hop between ranks that all share memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, own: Arena, theirs: Mapping[int, PeerArena], least_bytes: int = LEAST_BYTES
@@ -89,7 +82,6 @@ class SharedMemoryHop:
         self._own.close()
 
     def _received(self, peer: int, start: int, like: Tensor, reader: int | None = None) -> Tensor:
-        """Part of ``peer`` in its memory."""
         # Of a block for all peers, this rank's number among them is that of the reader.
         place = self._rank - (self._rank > peer) if reader is None else reader
         return tensor_in(self._arenas[peer].take(start, like.nbytes, place), like.dtype)

@@ -36,14 +36,7 @@ LEAST_BYTES: Final = 1 << 16
 
 @final
 class SharedMemorySums:
-    """:class:`~smp_strategy.distributed.collectives.interface.JoinedSums` of ranks that all share memory.
-
-    Args:
-        group: Ranks to sum over.
-        own: Arena of this rank.
-        theirs: Arenas of the other ranks, by global rank.
-        least_bytes: Size from which shared memory is used.
-    """
+    """:class:`~smp_strategy.distributed.collectives.interface.JoinedSums` of ranks that all share memory."""
 
     def __init__(
         self,

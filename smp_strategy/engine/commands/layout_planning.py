@@ -204,7 +204,6 @@ class _SplitModel:
     _sizes: dict[int, MicrobatchCosts] = field(default_factory=dict)
 
     def microbatch(self, samples: int) -> MicrobatchCosts:
-        """Costs of a microbatch of ``samples``."""
         if samples not in self._sizes:
             two, three = (tuple(trace.events) for trace in self.several)
             trace = self.one if samples == 1 else replace(self.one, events=_affine(two, three, samples))

@@ -153,7 +153,6 @@ def _shown(num_stages: int) -> list[int]:
 def _stages(
     shape: MeshShape, partition: Partition, num_parameters: Sequence[int], measured: Sequence[StageMeasurement]
 ) -> list[str]:
-    """Table of the stages."""
     head = ("stage", "ranks", "units", "parameters", "memory", "work of a step")
     rows = [head]
     for stage in _shown(partition.num_stages):

@@ -34,11 +34,7 @@ _OF_SHAPES: Final = re.compile(r"\b(sizes?|shapes?|dimensions?|lengths?|out of (
 
 @contextmanager
 def told_of_microbatches(sizes: Sequence[int]) -> Iterator[None]:
-    """Context of a step: an error of its code about shapes says that the step sees parts of the batch.
-
-    Args:
-        sizes: Number of samples in each microbatch.
-    """
+    """Context of a step: an error of its code about shapes says that the step sees parts of the batch."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -52,13 +48,7 @@ def told_of_microbatches(sizes: Sequence[int]) -> Iterator[None]:
 
 
 def notes_on_microbatches(module: nn.Module, sizes: Sequence[int], *, averages: bool) -> Iterator[str]:
-    """Sentences on layers and losses of ``module``, which is about to train.
-
-    Args:
-        module: The model.
-        sizes: Number of samples in each microbatch.
-        averages: Whether the losses of microbatches are averaged.
-    """
+    """Sentences on layers and losses of ``module``, which is about to train."""
     if len(sizes) < 2:
         return
     parts = [(name, part) for name, part in module.named_modules() if part.training]

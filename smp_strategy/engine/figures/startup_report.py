@@ -13,26 +13,14 @@ __all__ = ["render_batch", "render_layout", "render_order"]
 
 
 def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: SplitReport | None = None) -> str:
-    """Mesh, decisions and stages as plain text.
-
-    Args:
-        shape: Mesh shape.
-        partition: Partition that was decided.
-        config: All options.
-        split: Report on each layer, if layers are split.
-    """
+    """Mesh, decisions and stages as plain text."""
     lines = (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units)))
     splits = [] if split is None else [Unwrapped(split)]
     return render_text([*lines, stage_table(partition), *splits])
 
 
 def render_batch(num_samples: int, shape: MeshShape) -> str:
-    """Number of samples in a training step, in a sentence.
-
-    Args:
-        num_samples: Samples in the batch of a single replica.
-        shape: Mesh shape.
-    """
+    """Number of samples in a training step, in a sentence."""
     replicas = f"{shape.dp} replicas read {num_samples} each" if shape.dp > 1 else "one replica reads them all"
     return f"A training step sees {num_samples * shape.dp} samples: {replicas}. Accumulated batches come on top."
 

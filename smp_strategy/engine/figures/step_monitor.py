@@ -82,7 +82,6 @@ class StepMonitor:
     # Steps, as the engine tells of them
 
     def begin_step(self, number: int, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
-        """A training step begins."""
         if self._since is None:
             self._since = self._clock()
         self._search.step, self._sizes = number, sizes

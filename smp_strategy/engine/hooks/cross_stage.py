@@ -315,7 +315,6 @@ class HookView:
         return self._make(value, leaf.spec, frozenset({leaf.program.lives_on(leaf)}))
 
     def _moved(self, leaf: Any, holders: frozenset[int]) -> Any:
-        """``leaf`` with the home ``holders``."""
         if home_of(leaf) is None or holders <= _home(leaf).holders:
             return leaf
         if len(holders) > 1:

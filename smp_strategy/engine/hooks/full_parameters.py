@@ -174,7 +174,6 @@ class _PartInHook(Guard):
         self._make_whole = make_whole
 
     def lift(self) -> None:
-        """Gather the parts."""
         self._make_whole()
 
 

@@ -49,11 +49,7 @@ class Views:
 
     @contextmanager
     def opened(self, runtime: Runtime) -> Iterator[Callable[[Any], Any]]:
-        """Context of a hook with a view; gives what makes its result real on every stage. Collective.
-
-        Args:
-            runtime: Answers calls of units.
-        """
+        """Context of a hook with a view; gives what makes its result real on every stage. Collective."""
         assert self._make is not None
         view = self._view = self._make()
         try:
@@ -74,13 +70,7 @@ class Views:
         opened: Callable[[], AbstractContextManager[Callable[[Any], Any]]],
         is_ready: Callable[[], bool],
     ) -> Any:
-        """Run ``hook`` that begins before the module is partitioned, with a view once it is, after a step in the hook.
-
-        Args:
-            hook: Code of the user.
-            opened: Context of a hook with a view.
-            is_ready: Whether the module is partitioned.
-        """
+        """Run ``hook``, begun before the module is partitioned, with a view once it is, after a step in the hook."""
         before, made = self._late, list[Callable[[Any], Any]]()
         with ExitStack() as stack:
 

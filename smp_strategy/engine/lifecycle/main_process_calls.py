@@ -121,9 +121,6 @@ class MainProcessCalls:
         """Context of a call that a rank makes where it cannot do without; gives whether all ranks make it.
 
         The main process may make it alone, others only where it does.
-
-        Args:
-            call: As in :meth:`together`.
         """
         comes = self._is_on and not self._has_heard
         if comes and dist.get_rank() == 0:

@@ -47,13 +47,7 @@ _VARIABLES: Final = (
 
 
 def of_fields(source: Any, names: Iterable[str], title: str) -> dict[str, str]:
-    """Settings of the attributes ``names`` of ``source``, as far as it has them.
-
-    Args:
-        source: Object that holds them.
-        names: Names of attributes.
-        title: Name of a setting, with ``{}`` for that of the attribute: "`Trainer({})`".
-    """
+    """Settings of the attributes ``names`` of ``source``, as far as it has them."""
     return {title.format(name): shown(getattr(source, name)) for name in names if hasattr(source, name)}
 
 
@@ -65,11 +59,7 @@ def of_options(config: SMPConfig, title: str) -> dict[str, str]:
 
 
 def of_process(*packages: str) -> dict[str, str]:
-    """Settings of this process that change numbers: versions, modes of torch, variables of the environment.
-
-    Args:
-        packages: Packages of the door, which all ranks have loaded.
-    """
+    """Settings of this process that change numbers: versions, modes of torch, variables of the environment."""
     loaded = {name: sys.modules.get(name) for name in ("smp_strategy", "torch", *packages)}
     found = {f"the version of {name}": str(getattr(each, "__version__", None)) for name, each in loaded.items()}
     found["`torch.get_default_dtype()`"] = shown(torch.get_default_dtype())

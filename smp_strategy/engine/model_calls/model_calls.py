@@ -222,7 +222,6 @@ class ModelCalls:
 
     @property
     def _is_whole_here(self) -> bool:
-        """Whether each rank has the whole model."""
         shape = self._engine.mesh.shape
         return shape.pp * shape.tp * shape.dp_shard == 1
 

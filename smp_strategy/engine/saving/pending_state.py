@@ -72,7 +72,6 @@ class PendingState:
         self.optimizers.clear()
 
     def whole(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with all of its pending state."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         kept = {numbers[parameter]: value for parameter, value in self.optimizers[optimizer].read().items()}

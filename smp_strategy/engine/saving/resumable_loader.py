@@ -140,17 +140,19 @@ def _taken_over(tree: Any, samples: Sequence[Any]) -> Iterator[Path]:
     def is_list(node: Any) -> bool:
         return isinstance(node, list) or type(node) is tuple
 
+    def is_row(item: Any) -> bool:
+        return isinstance(item, Tensor) and item.shape[:1] == (number,)
+
     def is_unclear(node: Any) -> bool:
-        rows = [each for each in node if isinstance(each, Tensor) and each.shape[:1] == (number,)]
-        return len(node) == number == len(rows)
+        return is_list(node) and len(node) == number and all(map(is_row, node))
 
     def opened(node: Any) -> Iterable[tuple[Any, Any]]:
-        if is_list(node) and (is_unclear(node) or all(isinstance(item, (str, int, float)) for item in node)):
+        if is_unclear(node) or (is_list(node) and all(isinstance(item, (str, int, float)) for item in node)):
             return ()
         return items_of(node) if is_list(node) or isinstance(node, Mapping) else ()
 
     for path, node in nodes(tree, opened):
-        if is_list(node) and is_unclear(node):
+        if is_unclear(node):
             pairs = zip(node, samples, strict=True)
             if all(any(leaf is item for leaf in tree_leaves(sample)) for item, sample in pairs):
                 yield path
@@ -409,7 +411,6 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
-    """Set each generator to its state."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 

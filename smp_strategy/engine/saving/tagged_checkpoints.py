@@ -208,7 +208,6 @@ def _load_full(
 
 
 def _engine_of(model: nn.Module | None) -> Engine:
-    """Engine of ``model``, or of the only model."""
     engines: list[Engine] = attached()
     if model is None:
         found = [engine for engine in engines if engine.is_attached] or engines

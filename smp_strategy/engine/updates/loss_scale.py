@@ -89,7 +89,6 @@ class ScalingRules:
         return self.growth_factor == self.backoff_factor == 1.0
 
     def begin(self) -> LossScale:
-        """The initial scale."""
         return LossScale(scale=_single(self.init_scale), hysteresis=self.delayed_shift)
 
     def next(self, state: LossScale, *, overflowed: bool) -> LossScale:

@@ -38,7 +38,6 @@ __all__ = [
 
 
 def trains(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether ``optimizer`` has parameters of ``module``."""
     own = {id(parameter) for parameter in module.parameters()}
     return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
@@ -55,7 +54,6 @@ def updating(engine: Engine, optimizer: Optimizer, *, in_sight: bool = True) -> 
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` has hooks on its step."""
     return any(_hooks(optimizer))
 
 

@@ -3,7 +3,7 @@
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with unrelated classes. So a strategy
 class is made per tree, from the same code; nothing here imports Lightning before a tree is named. In reading order::
 
-    strategy, delegating_strategy   Lightning's Strategy API: a run, its steps, data and collectives; calls passed on
+    strategy, delegating_strategy   Lightning's Strategy API: a run, its steps, data and collectives; calls for parts
     strategy_class, tree            the class for one of the two trees; lazy imports from it
     validation                      unsupported Lightning features
     steps                           a step per microbatch, merged into one result; what it does to its batch

@@ -36,11 +36,7 @@ STOPPED_SECONDS: Final = 60.0
 
 @final
 class Children:
-    """The ranks that this process has started.
-
-    Args:
-        processes: Lightning's list; started processes are appended to it.
-    """
+    """The ranks that this process has started."""
 
     def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
         self._processes = processes

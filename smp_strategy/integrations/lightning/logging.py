@@ -112,10 +112,6 @@ def merge_arguments(calls: Sequence[Any], sizes: Sequence[int]) -> Any | None:
 
     Floats are averaged, weighted by samples; tensors with an entry per sample are concatenated; everything else must be
     equal.
-
-    Args:
-        calls: nested arguments of each microbatch, with real tensors.
-        sizes: number of samples of each microbatch.
     """
     flat = [pytree.tree_flatten(arguments) for arguments in calls]
     structure = flat[0][1]
@@ -287,12 +283,7 @@ def _grouped(kind: type[Call], notes: Sequence[Notes], sizes: Sequence[int]) -> 
 
 
 def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """Yield the calls of loggers with their arguments: one call for all microbatches if their arguments can be merged.
-
-    Args:
-        notes: calls and values of each microbatch.
-        sizes: number of samples of each microbatch.
-    """
+    """Yield the calls of loggers with their arguments: one for all microbatches if these can be merged."""
     for members in _grouped(DirectCall, notes, sizes):
         merged = merge_arguments([value for _, value, _ in members], [size for _, _, size in members])
         for call, value, _ in members if merged is None else [(members[0][0], merged, 0)]:

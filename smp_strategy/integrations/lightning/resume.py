@@ -321,12 +321,7 @@ class ResumeHooks:
         return bool(trainer.fit_loop._should_accumulate())
 
     def add_state(self, checkpoint: dict[str, Any], full_gradients: Callable[[], dict[str, Any]]) -> None:
-        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective.
-
-        Args:
-            checkpoint: Takes it.
-            full_gradients: Returns full gradients on global rank 0, for a full checkpoint.
-        """
+        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective."""
         engine = self._engine()
         own: dict[str, Any] = {**engine.saved.state_dict(), "layout": engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights

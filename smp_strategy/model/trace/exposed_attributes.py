@@ -61,7 +61,6 @@ class ExposedAttribute:
     """Its qualified name below the unit."""
 
     def get(self) -> Any:
-        """Present value."""
         return vars(self.part).get(self.name, _MISSING)
 
     def set(self, value: Any) -> None:
@@ -268,7 +267,6 @@ def _set(part: nn.Module, name: str, value: Any) -> None:
 
 
 def _contents_of(part: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors in attributes of a module."""
     return {name: _tensors(value) for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
 
 

@@ -98,7 +98,6 @@ def entries_in(objects: Iterable[Any]) -> dict[str, ContainerEntry]:
 
 
 def put(entry: ContainerEntry, value: Any) -> None:
-    """Put ``value`` into its container."""
     container, key = entry
     if isinstance(container, dict):
         set_item(container, key, value)

@@ -196,7 +196,6 @@ class Variables:
         self.look_at(value)
 
     def values(self) -> list[Any]:
-        """Values at discovery."""
         return [*(value for _, _, value in self._found.values()), *self._of_classes]
 
     def holders(self) -> "list[Names]":
@@ -214,7 +213,6 @@ class Variables:
         return Snapshot(objects=self.values(), containers=containers)
 
     def values_of_now(self) -> list[Any]:
-        """Present values."""
         return [*(_value_in(holder, name) for holder, name, _ in self._found.values()), *self._of_classes]
 
     @functools.cached_property

@@ -420,7 +420,6 @@ def is_of_library(defined: type | types.FunctionType | types.ModuleType) -> bool
 
 
 def is_ours(defined: type | types.FunctionType) -> bool:
-    """Whether this package defines it."""
     # Functions of code that was run without a module's name have none.
     return (defined.__module__ or "").partition(".")[0] == __name__.partition(".")[0]
 

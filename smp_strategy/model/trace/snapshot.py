@@ -202,7 +202,6 @@ def _fill_mapping(mapping: MutableMapping[Any, Any], contents: dict[Any, Any], i
 
 
 def is_dataclass(value: Any) -> bool:
-    """Whether ``value`` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -284,7 +283,6 @@ def stored(mapping: Any) -> Any:
 
 
 def set_item(mapping: Any, key: Any, value: Any) -> None:
-    """Set an entry of a mapping."""
     _base_of(mapping).__setitem__(mapping, key, value)
 
 
@@ -298,7 +296,6 @@ def set_items(mapping: Any, values: Any) -> None:
 
 
 def delete_item(mapping: Any, key: Any) -> None:
-    """Delete an entry of a mapping."""
     _base_of(mapping).__delitem__(mapping, key)
 
 

@@ -49,7 +49,6 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """The metadata of ``tensor``."""
         return cls(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property

@@ -62,14 +62,7 @@ def reduction_of(name: str) -> str:
 def facts_of(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[tuple[Tensor, Facts]], made: Tensor
 ) -> Facts:
-    """Facts about the result of an operation.
-
-    Args:
-        name: name of the operation.
-        args, kwargs: its arguments.
-        given: tensors of the batch among them, with their facts.
-        made: its result, or one of its results.
-    """
+    """Facts about the result of an operation."""
     source, facts = max(given, key=lambda each: each[0].ndim)
     all_facts = [each for _, each in given]
     rule = _RULES.get(name)

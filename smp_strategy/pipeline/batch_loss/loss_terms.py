@@ -85,7 +85,6 @@ class MeanOver:
     """Returns something proportional to the number, from the arguments of the real call."""
 
     def count_in(self, record: BatchRecord, microbatch: int) -> Any:
-        """The count in a microbatch."""
         values = [record.value(each, microbatch) if isinstance(each, BatchValue) else each for each in self.over]
         return self.count(*values)
 

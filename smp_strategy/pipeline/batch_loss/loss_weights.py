@@ -120,13 +120,7 @@ class ProgramTerms:
     def call(
         self, interpret: Callable[..., Any], position: int, kind: str, name: str, callee: Callee, args: Any, kwargs: Any
     ) -> Any:
-        """Let ``interpret`` make a call of the program, with the weight of a term if it is one.
-
-        Args:
-            interpret: makes it.
-            position: number of the calls before it.
-            kind, name, callee, args, kwargs: the call.
-        """
+        """Let ``interpret`` make a call of the program, with the weight of a term if it is one."""
         if self._number:
             return self._follow(interpret, position, kind, name, callee, args, kwargs)
         with self._step.record.set_aside():
@@ -185,14 +179,7 @@ def _placed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PlacedTensor]:
 
 
 class _WeightedMean:
-    """A mean over elements of which the batch tells the number.
-
-    Args:
-        step: the step.
-        record: computes values for other microbatches.
-        sizes: number of samples in each.
-        term: the term.
-    """
+    """A mean over elements of which the batch tells the number."""
 
     def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: MeanOver) -> None:
         self._step, self._record, self._sizes, self._term = step, record, sizes, term
@@ -241,14 +228,7 @@ class _WeightedMean:
 
 
 class _WeightedDivisor:
-    """A number of the whole batch by which a sum or a mean is divided, or multiplied.
-
-    Args:
-        step: the step.
-        record: computes values for other microbatches.
-        sizes: number of samples in each.
-        term: the term.
-    """
+    """A number of the whole batch by which a sum or a mean is divided, or multiplied."""
 
     def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: Divisor) -> None:
         self._step, self._record, self._sizes, self._term = step, record, sizes, term

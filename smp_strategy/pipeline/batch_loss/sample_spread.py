@@ -102,13 +102,6 @@ def spread_of(
 ) -> Spread | None:
     """Spread of the result of an operation of the glue.
 
-    Args:
-        name: name of the operation.
-        args, kwargs: its arguments.
-        made: its result, or one of its results.
-        of: tells the spread of an argument.
-        number: position of ``made`` among the results.
-
     Raises:
         Mixing: it computes with several samples at once.
     """

@@ -64,7 +64,6 @@ class WatchedWrites:
         return write
 
     def close(self) -> None:
-        """Stop watching."""
         self._note.clear()
         for name, method in self._instead.items():
             if vars(nn.Module)[name] is method:

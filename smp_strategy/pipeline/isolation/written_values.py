@@ -179,7 +179,6 @@ def merged(now: Any, found: Any, value: Any) -> Any:
 
 
 def content_of(value: Any, levels: int = _MOST_LEVELS) -> Content:
-    """Content of ``value``."""
     if isinstance(value, Tensor):
         return Content.PLACED if isinstance(value, PlacedTensor) else Content.REAL
     if not levels or isinstance(value, (str, Number, nn.Module, type)):

@@ -35,11 +35,7 @@ class NewUseError(UnsupportedError):
 
 
 class GlueOperations(TorchFunctionMode):
-    """Mode that sees the operations of the glue, and those inside of units, except queries of metadata.
-
-    Args:
-        running_unit: returns the unit whose code is running, if any.
-    """
+    """Mode that sees the operations of the glue, and those inside of units, except queries of metadata."""
 
     def __init__(self, running_unit: Callable[[], nn.Module | None]) -> None:
         super().__init__()

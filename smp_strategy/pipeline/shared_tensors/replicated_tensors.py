@@ -50,12 +50,6 @@ def must_run_everywhere(call: InterpretedCall, prediction: Prediction, plain: Se
 def becomes_placed(call: InterpretedCall, prediction: Prediction, position: int, glue: Sequence[nn.Module]) -> bool:
     """Whether a plain tensor that one stage will change becomes a placed one; else every stage gets its new values.
 
-    Args:
-        call: the call.
-        prediction: its prediction.
-        position: position of the tensor.
-        glue: modules above the units, whose tensors outlive the step.
-
     Raises:
         UnsupportedError: neither is possible.
     """

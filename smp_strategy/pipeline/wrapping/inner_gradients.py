@@ -29,11 +29,6 @@ def gradients_in_step(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` of or by placed tensors, for the interpreter ``program``.
 
-    Args:
-        program: the running program.
-        outputs, inputs, grad_outputs: as in ``torch.autograd.grad``.
-        given, options: its other arguments.
-
     Raises:
         UnsupportedError: the graph is on several stages, or is that of parameters that no rank has whole.
     """

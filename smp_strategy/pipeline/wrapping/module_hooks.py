@@ -68,7 +68,6 @@ def with_weight_hooks(
 
 
 def hide_backward_hooks(unit: nn.Module) -> None:
-    """Hide from calls of ``unit`` its backward hooks."""
     vars(unit)["_get_backward_hooks"] = lambda: ([], [])
     vars(unit)["_get_backward_pre_hooks"] = list
 

@@ -36,12 +36,6 @@ def wrap_unit(
 ) -> Callable[..., Any]:
     """Wrap ``function``, the forward of a unit as it arrives here, in wrappers 4 to 9; see [Note: wrapping order].
 
-    Args:
-        function: forward of the unit.
-        call: call that is about to run.
-        with_weights: adds wrappers 4 and 5.
-        activations: adds wrappers 7 and 8.
-
     Raises:
         UnsupportedError: the unit has a deprecated backward hook.
     """

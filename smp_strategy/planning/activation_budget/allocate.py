@@ -218,7 +218,6 @@ class _Search:
         self.has_hope = True
 
     def simulated(self, activation_policies: ActivationPolicies) -> SimulatedStep:
-        """Simulated step under ``activation_policies``."""
         flow = self._flow = self._relief.flow(self._microbatch, activation_policies)
         plan = self._simulate(flow)
         used = {name: policy for name, policy in activation_policies.items() if not policy.is_default}

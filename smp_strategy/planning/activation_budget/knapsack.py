@@ -91,7 +91,6 @@ class MemoryBudget:
     """Bandwidth to host memory and back, one after the other."""
 
     def in_grains(self, tick: float, grain: int) -> "MemoryBudget":
-        """The same budget in ticks and grains."""
         limits = tuple(limit // grain for limit in self.most_bytes)
         rate = self.bytes_per_second * tick / grain
         return MemoryBudget(most_bytes=limits, hidden_bytes=self.hidden_bytes / grain, bytes_per_second=rate)

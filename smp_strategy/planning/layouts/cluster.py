@@ -91,7 +91,6 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     @classmethod
@@ -267,7 +266,6 @@ class JobLayout(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.pp * self.tp * self.dp
 
     @property

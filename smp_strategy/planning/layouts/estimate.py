@@ -72,7 +72,6 @@ class StepSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self)
 
 
@@ -181,7 +180,6 @@ class Estimate:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of all replicas."""
         return self.layout.global_batch / self.seconds.total
 
 

@@ -53,11 +53,7 @@ class FlatGroup:
 
 
 def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
-    """Groups of parameters by the set of units that use them.
-
-    Args:
-        parameters: Numbers of each unit's parameters, by unit.
-    """
+    """Groups of parameters by the set of units that use them."""
     users: dict[int, tuple[str, ...]] = {}
     for name, mine in parameters.items():
         for number in dict.fromkeys(mine):

@@ -165,7 +165,6 @@ class StageUnits(NamedTuple):
     tail: float = NEVER
 
     def joined(self, other: "StageUnits") -> "StageUnits":
-        """Units of both on one stage."""
         return StageUnits(
             self.forward + other.forward,
             self.backward + other.backward,

@@ -194,11 +194,9 @@ class Setting:
         return self.memory_limits[stage] if self.memory_limits else None
 
     def speed(self, stage: int) -> float:
-        """Relative speed of ``stage``."""
         return self.stage_speeds[stage] if self.stage_speeds else 1.0
 
     def flight(self, stage: int) -> InFlight:
-        """Microbatches in flight on ``stage``."""
         return self.in_flight[stage] if self.in_flight else InFlight()
 
 

@@ -95,10 +95,6 @@ class SavedPartition:
 def read_partition(text: str, source: str) -> SavedPartition:
     """Parse a partition file.
 
-    Args:
-        text: Content of the file.
-        source: Name of the file, for messages.
-
     Raises:
         ConfigError: it is no partition, or has another format.
     """

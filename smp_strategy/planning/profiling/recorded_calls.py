@@ -92,7 +92,6 @@ class CallLog:
         self.calls: list[RecordedCall] = []
 
     def note(self, callee: Callee, args: Any, kwargs: Any) -> None:
-        """Record a call of ``callee``."""
         leaves, structure = flatten_call(args, kwargs)
         modes = Modes.current(self._device_type)
         self.calls.append(RecordedCall(str(callee.key), callee, tuple(map(_kept, leaves)), structure, modes))

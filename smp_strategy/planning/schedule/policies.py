@@ -36,7 +36,6 @@ class Policy(NamedTuple):
         return self.name.startswith("zb-")
 
     def stage_of_chunk(self, chunk: int, num_stages: int) -> int:
-        """Stage of chunk ``chunk`` of ``num_chunks * num_stages``."""
         if self.name != "zb-v":
             return chunk % num_stages
         return num_stages - 1 - chunk if chunk < num_stages else chunk - num_stages

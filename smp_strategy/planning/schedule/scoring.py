@@ -35,7 +35,6 @@ class Limits(NamedTuple):
         return self.active_microbatches is None and all(limit is None for limit in self.most_bytes)
 
     def hold(self, plan: Plan, flow: Flow) -> bool:
-        """Whether ``plan`` keeps to the limits."""
         active = self.active_microbatches
         if active is not None and any(peak_microbatches(actions) > active for actions in plan.stages):
             return False

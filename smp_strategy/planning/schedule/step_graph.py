@@ -132,7 +132,6 @@ class StepGraph:
         return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
 
     def passes(self, kind: PassKind, segment: int) -> list[ScheduledPass]:
-        """Passes of all microbatches."""
         found = self._passes.get((kind, segment))
         if found is None:
             found = [ScheduledPass(kind, segment, microbatch) for microbatch in range(self.num_microbatches)]
@@ -140,7 +139,6 @@ class StepGraph:
         return found
 
     def track(self, kind: str, segment: int) -> int:
-        """The track of a pass."""
         return segment + len(self.segments) * (0 if kind == "F" else 2 if kind == "W" else 1)
 
     def _visits_of(self, stage: int) -> list[list[int]]:
@@ -214,7 +212,6 @@ class StepGraph:
     # From tables to orders
 
     def orders_of(self, plan: Plan) -> list[list[ScheduledPass]]:
-        """Orders of passes in ``plan``."""
         return [
             [self.passes(action.kind, self.of_stage[stage][action.segment])[action.microbatch] for action in actions]
             for stage, actions in enumerate(plan.stages)
@@ -341,7 +338,6 @@ class StepGraph:
         return result
 
     def stage_of(self, track: int) -> int:
-        """The stage of a track."""
         return self.segments[track % len(self.segments)].stage
 
     # From orders to times
@@ -362,7 +358,6 @@ class StepGraph:
         return SimulatedRow(clock.orders, times, makespan, max(clock.free_at, default=0.0))
 
     def plan_of(self, row: "SimulatedRow") -> Plan:
-        """The first step of ``row`` as a plan."""
         numbers = [segment.number for segment in self.segments]
         count = self.num_microbatches
         actions = [
@@ -388,7 +383,6 @@ class SimulatedRow(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _actions(kind: PassKind, segment: int, num_microbatches: int) -> list[Action]:
-    """Actions of all microbatches."""
     return [Action(kind, microbatch, segment) for microbatch in range(num_microbatches)]
 
 
@@ -406,7 +400,6 @@ class _Clock:
         self._waiting: list[list[int]] = [[] for _ in graph.needs]
 
     def run(self) -> None:
-        """Run all passes."""
         self._advance(list(range(self._graph.num_stages)))
         while any(reached < len(order) for reached, order in zip(self._reached, self.orders, strict=True)):
             self._advance([self._repair()])

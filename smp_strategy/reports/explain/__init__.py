@@ -2,11 +2,10 @@
 
 In reading order:
 
-* ``explanation``: the report; text, JSON and HTML of a partition with its schedule.
+* ``explanation``: the report and its HTML page; text, JSON and HTML of a partition with its schedule.
 * ``text``: plain text: summary, tables of stages and modules, order of actions.
 * ``text_activations``: sentences and rows about recomputed and offloaded activations.
 * ``module_tree``: units as a tree of modules, with sums.
-* ``page``: HTML page.
 * ``drawings``: its SVG drawings: strip of units, loads of stages, Gantt chart.
 * ``command``: ``smp explain``.
 

@@ -38,12 +38,10 @@ class ModuleNode:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations of one microbatch."""
         return sum(unit.activation_bytes for unit in self.units)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Stages of its units."""
         return tuple(sorted({unit.stage for unit in self.units}))
 
 

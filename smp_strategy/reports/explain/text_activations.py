@@ -25,7 +25,6 @@ _NAMES = {
 
 
 def name_of(policy: ActivationPolicy) -> str:
-    """A policy in words."""
     return _NAMES[policy.recompute, policy.offload]
 
 

@@ -55,12 +55,6 @@ def offsets(
 ) -> list[float] | None:
     """Offset of each stage's clock to that of stage 0; collective.
 
-    Args:
-        transport: Connections of the stages.
-        stage: Stage of this rank.
-        num_stages: Number of stages.
-        clock: Clock of this rank.
-
     Returns:
         The offsets on stage 0, ``None`` on the others.
     """

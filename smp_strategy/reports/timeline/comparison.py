@@ -81,7 +81,6 @@ class Comparison:
         return list(self.plan.stages[stage][len(self.recordings[stage].spans) :])
 
     def stage(self, stage: int) -> StageTimes:
-        """Breakdown of the time of ``stage``."""
         recording = self.recordings[stage]
         work = sum(span.work for span in recording.spans)
         waiting = sum(span.waited for span in recording.spans)
@@ -92,7 +91,6 @@ class Comparison:
         return StageTimes(work, planned, waiting, between, off_plan, max(rest, 0.0))
 
     def kinds(self) -> list[KindTimes]:
-        """Times of the actions of each kind."""
         return [self._kind(kind, spans) for kind in KINDS if (spans := self._spans_of(kind))]
 
     def _spans_of(self, kind: str) -> list[tuple[Span, float]]:

@@ -102,7 +102,6 @@ def _upright(x: float, top: float, bottom: float, kind: str) -> str:
 
 
 def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
-    """HTML of the page."""
     what, *more = (escape(line) for line in summary(comparison, step))
     present = keys(action.kind for actions in comparison.plan.stages for action in actions)
     caption = (

@@ -242,7 +242,6 @@ class _Watch(TorchFunctionMode):
                 self._spoilt |= sources
 
     def pairs(self) -> list[Pair]:
-        """The pairs found."""
         found: list[Pair] = []
         taken: set[str] = set()
         for row, origins in self._from.items():

@@ -97,13 +97,7 @@ def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def problem_of(block: LayerBlock, modules: Mapping[str, nn.Module], num_ranks: int) -> str | None:
-    """Reason why ``block`` cannot be split over ``num_ranks``, or ``None``.
-
-    Args:
-        block: Block to be split.
-        modules: All modules by qualified name.
-        num_ranks: Number of ranks.
-    """
+    """Reason why ``block`` cannot be split over ``num_ranks``, or ``None``."""
     if block.problem is not None:
         return block.problem
     for what, number in block.heads.items():

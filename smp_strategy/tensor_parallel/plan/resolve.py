@@ -36,7 +36,6 @@ class SplitDecision:
     """Source and reason for each layer that a source has named but that stays whole, by name."""
 
     def of(self, layer: str) -> tuple[LayerBlock, SplitKind] | None:
-        """Block of ``layer``, and its split kind."""
         return next(((block, block.layers[layer]) for block in self.blocks if layer in block.layers), None)
 
 

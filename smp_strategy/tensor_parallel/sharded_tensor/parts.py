@@ -119,7 +119,6 @@ class InParts(Tensor):
         return self
 
     def begin(self, requires_grad: bool) -> Self:
-        """Implementation of ``requires_grad_``."""
         part = self.part
         if requires_grad and not part.requires_grad:
             self._part = part.detach().requires_grad_()  # other users of this part keep their flag

@@ -70,7 +70,6 @@ class Arguments(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """One argument."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def sizes(self, name: str) -> tuple[int, ...] | None:

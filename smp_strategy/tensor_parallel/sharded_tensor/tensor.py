@@ -97,7 +97,6 @@ class SplitTensor(InParts):
             return operate(func._schema.name.split("::")[1], func, args, kwargs or {})
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """As in torch."""
         torch.autograd.backward(self, gradient, *args, **kwargs)
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
@@ -111,11 +110,9 @@ class SplitTensor(InParts):
         return self.part.register_hook(of_part)
 
     def retain_grad(self) -> None:
-        """As in torch."""
         self.part.retain_grad()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As in torch."""
         return self.begin(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -124,7 +121,6 @@ class SplitTensor(InParts):
 
     @property
     def requires_grad(self) -> bool:
-        """As in torch."""
         return self.part.requires_grad
 
     @requires_grad.setter
@@ -133,12 +129,10 @@ class SplitTensor(InParts):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """As in torch."""
         return None if self.part.is_leaf else self.node
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """As in torch."""
         return self.part.is_leaf
 
     @property
@@ -153,7 +147,6 @@ class SplitTensor(InParts):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """As in torch."""
         return SplitTensor.of(self.part.data, self.along)
 
 

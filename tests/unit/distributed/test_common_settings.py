@@ -1,13 +1,14 @@
 """Settings that all ranks must have alike: their texts, and what is said about those that differ."""
 
 import enum
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from smp_strategy.distributed.agreement.common_settings import differences, explained, named, shown
+from smp_strategy.distributed.agreement.common_settings import differences, explained, named, plain, shown
 from smp_strategy.engine.lifecycle.run_lifecycle import of_fields, of_process
 
 
@@ -17,6 +18,12 @@ class Word(enum.Enum):
 
 class Plain:
     pass
+
+
+@dataclass(slots=True)
+class Options:
+    rate: float = 0.1
+    inner: object = None
 
 
 @pytest.mark.parametrize(
@@ -34,10 +41,24 @@ class Plain:
         ({3, 1, 2}, "{1, 2, 3}"),
         (Plain(), "Plain"),
         (Plain, "Plain"),
+        (torch.nn.functional.relu, "relu"),
+        (Options(inner=Options(0.2)), "Options({'inner': Options({'inner': None, 'rate': 0.2}), 'rate': 0.1})"),
     ],
 )
 def test_equal_settings_have_equal_texts(value, text):
     assert shown(value) == text
+
+
+def test_a_setting_that_holds_itself_has_a_text():
+    endless = [1]
+    endless.append(endless)
+    assert shown(endless) == "[1, [1, [1, [1, list]]]]"
+
+
+def test_settings_of_an_optimizer_are_compared_however_deep():
+    assert plain((0.9, torch.tensor(2.0), (1, [2]))) == (0.9, 2.0, "[1, [2]]")
+    assert plain([Plain(), None]) == (None, None)
+    assert plain({"a": 1}) is None
 
 
 def test_a_long_text_is_cut_but_still_tells_values_apart():

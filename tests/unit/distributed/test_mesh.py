@@ -14,7 +14,7 @@ from smp_strategy.testing import run_ranks
 
 def run_places() -> tuple[int, int, tuple[int, ...], bool]:
     mesh = ProcessMesh(MeshShape.of_world(4, pp=2))
-    return mesh.stage, mesh.dp_rank, mesh.stage_ranks, mesh.is_first_of_replica
+    return mesh.stage, mesh.dp_rank, mesh.stage_ranks, mesh.rank == mesh.first_of_replica
 
 
 def test_every_rank_finds_its_place():
@@ -62,7 +62,6 @@ def run_groups(shape: MeshShape) -> None:
     everyone = shape.group(mesh.rank, "pp", "tp")
     assert members(mesh.replica_group) == sorted(everyone)
     assert mesh.first_of_replica == min(everyone)
-    assert mesh.is_first_of_replica == (mesh.rank == min(everyone))
     mesh.close()
 
 

@@ -120,7 +120,6 @@ def _posted(channel: Channel, pattern: Tensor, device: torch.device) -> bytes:
 
 
 def _arrives(channel: Channel, told: bytes, expected: Tensor, device: torch.device) -> bool:
-    """Whether the tensor of a header is ``expected``."""
     spec = TensorSpec.of(torch.empty(PATTERN_BYTES, dtype=torch.uint8, device=device))
     header = channel.header(spec)
     header.memory[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
