@@ -249,7 +249,8 @@ class MicrobatchInterpreter:
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
         event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:
-            self._rehearsal.note(self.microbatch, len(self.program_trace.events), name, placement, leaves)
+            position, module = len(self.program_trace.events), callee.module
+            self._rehearsal.note(self.microbatch, position, name, placement, leaves, module)
         # [3] Exchange. Here the coroutine may pause, and other microbatches run.
         if placement.moves:
             self._exchange(placement, placed)
