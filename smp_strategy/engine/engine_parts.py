@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest, digest_of
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest, digest_of, looks_closely
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.dry_run import DryRunInput
@@ -31,10 +31,6 @@ from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
 __all__ = ["EngineParts", "unset"]
-
-# On an accelerator reading values waits for all work: only the first steps of a kind and some later ones compare them.
-_FIRST: Final = 8
-_EVERY: Final = 64
 
 
 def unset(config: SMPConfig) -> set[str]:
@@ -148,8 +144,8 @@ class EngineParts:
         if self.mesh.pp * self.mesh.tp == 1:
             return NO_INPUTS
         self._num_compared[kind] += 1
-        number = self._num_compared[kind]
-        return digest_of(inputs, reads_device=number <= _FIRST or number % _EVERY == 0)
+        # On an accelerator reading values waits for all work.
+        return digest_of(inputs, reads_device=looks_closely(self._num_compared[kind]))
 
     def dry_run_input(self) -> DryRunInput:
         """Module and environment of dry runs."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.agreement.same_inputs import digest_of
+from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.model.samples import find_samples
@@ -31,9 +31,6 @@ from smp_strategy.model.trace.pytree import flatten_output
 from smp_strategy.pipeline.microbatch import sizes_of
 
 __all__ = ["OwnSamples", "SameBatches", "own_outputs"]
-
-# On an accelerator, reading values waits for all work, so that only the first calls and some later ones compare.
-_FIRST, _EVERY = 8, 64
 
 
 def own_outputs(
@@ -140,8 +137,9 @@ class SameBatches:
         return self._sent(batch) if self._sends else batch
 
     def _compares(self, batch: dict[str, Any]) -> bool:
+        # On an accelerator, reading values waits for all work.
         is_cheap = all(value.device.type == "cpu" for value in batch.values() if isinstance(value, Tensor))
-        return is_cheap or self._num_calls <= _FIRST or self._num_calls % _EVERY == 0
+        return is_cheap or looks_closely(self._num_calls)
 
     def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
         is_first = dist.get_rank() == self._members[0]

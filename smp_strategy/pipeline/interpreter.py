@@ -46,7 +46,7 @@ from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.pipeline.shared_tensors.aliasing import follow_changes, place_plain, share_memory, take_change
 from smp_strategy.pipeline.shared_tensors.arguments import CallArguments, refuse_hidden, refuse_transform
-from smp_strategy.pipeline.shared_tensors.kept_tensors import call_with_known, without_others
+from smp_strategy.pipeline.shared_tensors.kept_tensors import across_microbatches, call_with_known, without_others
 from smp_strategy.pipeline.shared_tensors.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport.transport import Receipt
@@ -170,6 +170,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
+        self._refuse_others()
         refuse_hidden(name, self)
         return self._call("op", name, Callee(function, function), args, kwargs)
 
@@ -180,6 +181,7 @@ class MicrobatchInterpreter:
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._make_known)
+        self._refuse_others()
         refuse_hidden(name, self)
         if not self.computes_here and self._rehearsal is None:
             raise ValueNeededError(name)
@@ -193,6 +195,12 @@ class MicrobatchInterpreter:
         real = self.graph.real if self._rehearsal is None else self._rehearsal.real
         args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
         return function(*args, **kwargs)
+
+    def _refuse_others(self) -> None:
+        """Refuse code of another microbatch that has only tensors of this one."""
+        running = self._current.interpreter
+        if running is not None and running is not self:
+            raise across_microbatches(self.microbatch, running.microbatch)
 
     def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Call ``hook`` with the gradient of ``tensor`` on the stage that made it."""
@@ -240,7 +248,8 @@ class MicrobatchInterpreter:
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
         event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:
-            self._rehearsal.note(self.microbatch, len(self.program_trace.events), name, placement, leaves)
+            position, module = len(self.program_trace.events), callee.module
+            self._rehearsal.note(self.microbatch, position, name, placement, leaves, module)
         # [3] Exchange. Here the coroutine may pause, and other microbatches run.
         if placement.moves:
             self._exchange(placement, placed)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from accelerate_checks import adamw, assert_same, fresh_accelerator, on_ranks
+from accelerate_checks import adamw, assert_same, batches, fresh_accelerator, mine, on_ranks, toy
 from saved_models import VOCABULARY, gpt2
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -118,3 +118,42 @@ def test_weights_that_the_main_process_changes_alone_are_refused():
 def test_weights_that_another_process_reads_alone_are_refused_with_the_remedy():
     with pytest.raises(RuntimeError, match=r"UnsupportedError: .* needs the values .*smp\.with_weights"):
         on_ranks(trained_beside, 2, read, False)
+
+
+class Distilled(torch.nn.Module):
+    """A student, and a teacher that is equal to it at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = toy("tensor")
+        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
+
+    def forward(self, inputs, targets):
+        return self.student(inputs, targets) + (self.student(inputs) - self.teacher(inputs)).square().mean()
+
+    @torch.no_grad()
+    def follow(self):
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.mul_(0.8).add_(new, alpha=0.2)
+
+
+def distilled(smp):
+    accelerator = fresh_accelerator(smp)
+    model = Distilled()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.student.parameters(), lr=0.1))
+    for number, batch in enumerate(batches()):
+        accelerator.backward(model(**(batch if smp is None else mine(accelerator, batch))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number > 2:
+            model.follow() if smp is None else accelerator.smp.with_weights(model.follow)
+    state = accelerator.get_state_dict(model)
+    return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_teacher_begins_to_follow_its_student_between_steps(layout):
+    world_size, smp = LAYOUTS[layout]
+    (expected,) = on_ranks(distilled, 1, None)
+    assert any(not torch.equal(expected[n], toy().state_dict()[n[8:]]) for n in expected if n.startswith("teacher"))
+    assert_same(on_ranks(distilled, world_size, smp)[0], expected, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from accelerate_checks import (
     MICROBATCHES,
     Toy,
+    accelerated_loop,
     adamw,
     assert_same,
     batches,
@@ -24,6 +25,7 @@ from accelerate_checks import (
     whole_state,
 )
 from torch import nn
+from torchmetrics import MeanMetric
 
 from smp_strategy import ConfigError, SMPError, SMPPlugin, UnsupportedError
 
@@ -147,6 +149,30 @@ def test_a_frozen_model_beside_the_trained_one_stays_whole(at_once):
 
     plain_loop(model, adamw(model), batches(), loss_of=distilled)
     assert_same(on_ranks(with_a_teacher, 2, at_once)[0], model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+class WithMetric(Toy):
+    """Its loss is a metric object, which keeps sums of earlier calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def forward(self, inputs, targets):
+        logits = super().forward(inputs)["logits"]
+        return {"loss": self.metric(nn.functional.cross_entropy(logits, targets, reduction="none"))}
+
+
+def with_a_metric():
+    accelerator = fresh_accelerator(PP2)
+    model = WithMetric()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    with pytest.raises(SMPError, match=r"of microbatch 0 .* call its function instead|rank 0 failed first"):
+        accelerated_loop(accelerator, model, optimizer, batches())
+
+
+def test_a_metric_object_in_the_model_is_refused_with_the_remedy():
+    on_ranks(with_a_metric, 2)
 
 
 class Criterion(nn.Module):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from lightning_toy import on_ranks, quiet, shared_loader, toy_loader, toy_module, toy_trainer
+from torch import nn
 
 LOSSES: list[float] = []
 ROWS: dict[str, list[torch.Tensor]] = {}
@@ -100,3 +101,44 @@ def test_sums_over_values_are_those_of_one_process(pp, num_sanity_val_steps, tmp
     smp = {"pipeline_parallel_degree": pp, "microbatches": 4}
     for found in on_ranks(add_up, pp, tmp_path / "smp", smp, num_sanity_val_steps):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Annealed(nn.Module):
+    """Has a number that the step changes from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(8, 8), 1.0
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x) / self.temperature)
+
+
+def anneal(folder, smp, reads, accumulates=1):
+    """Weights after steps of which each microbatch leaves other numbers in units."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        assert not reads or loss.item() > 0
+        for block in self.net[:4]:
+            block.temperature *= 0.8
+        return loss
+
+    module = toy_module(training_step=training_step)
+    torch.manual_seed(1)
+    module.net = nn.Sequential(*(Annealed() for _ in range(4)), nn.Linear(8, 4))
+    options = {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    trainer = toy_trainer(folder, smp=smp, accumulate_grad_batches=accumulates, **options)
+    trainer.fit(module, shared_loader(trainer, smp, batch_size=8 // accumulates))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reads"), [({"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}, False), ({}, True)]
+)
+def test_numbers_that_a_step_leaves_in_units_are_those_of_one_process(layout, reads, tmp_path):
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 4, **layout}
+    with quiet():
+        (expected,) = on_ranks(anneal, 1, tmp_path / "one", None, reads, 4)
+    for found in on_ranks(anneal, 2, tmp_path / "smp", smp, reads):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

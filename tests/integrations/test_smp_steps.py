@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import copy
 
 import pytest
 import torch
@@ -490,3 +491,79 @@ def test_a_replica_with_fewer_batches_is_an_error(layout):
     ranks, parameters = LAYOUTS[layout]
     with pytest.raises(RuntimeError, match="ApartError|PeerFailedError"):
         on_ranks(fewer_batches, ranks, parameters, timeout=60.0)
+
+
+# --- a teacher that follows its student ------------------------------------------------------------------------------
+
+
+class Distilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = net()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def follow(self):
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.lerp_(new, 0.2)
+
+    def loss(self, inputs, targets, number):
+        if number > 1:
+            self.follow()
+        logits = self.student(inputs)
+        return F.cross_entropy(logits, targets) + (logits - self.teacher(inputs)).square().mean()
+
+    forward = loss
+
+
+@smp.step
+def distilling_step(model, inputs, targets, number):
+    model.backward(model(inputs, targets, number))
+
+
+def distilled(parameters, between=""):
+    smp.init(parameters)
+    model = smp.DistributedModel(Distilled())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.module.student.parameters(), lr=0.1, momentum=0.9))
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        distilling_step(model, *(mine(batch) if between else batch), 0 if between else number)
+        optimizer.step()
+        if between == "whole":
+            model.cpu()
+        if between:
+            model.module.follow()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_a_teacher_begins_to_follow_its_student_in_a_later_step(layout):
+    world_size, parameters = {"pp2": (2, PP2), "tp2": (2, {**TP2, "prescaled_batch": True})}[layout]
+    expected, parts = Distilled(), parameters["microbatches"]
+    optimizer = torch.optim.SGD(expected.student.parameters(), lr=0.1, momentum=0.9)
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        for inputs, targets in zip(*(each.chunk(parts) for each in batch), strict=True):
+            (expected.loss(inputs, targets, number) / parts).backward()
+        optimizer.step()
+    for found in on_ranks(distilled, world_size, parameters):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "sdp2"])
+def test_weights_that_are_whole_on_every_rank_may_be_changed_between_steps(layout):
+    world_size, parameters = LAYOUTS[layout]
+    parameters = {**parameters, **({"sdp_param_persistence_threshold": 0} if layout == "sdp2" else {})}
+    with pytest.raises(RuntimeError, match=r"or after `model\.cpu\(\)` on all ranks"):
+        on_ranks(distilled, world_size, parameters, "in parts")
+    expected = Distilled()
+    optimizer = torch.optim.SGD(expected.student.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches():
+        optimizer.zero_grad()
+        expected.loss(*batch, 0).backward()
+        optimizer.step()
+        expected.follow()
+    for found in on_ranks(distilled, world_size, parameters, "whole"):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["NO_INPUTS", "InputDigest", "compare_with_earlier", "digest_of", "refused"]
+__all__ = ["NO_INPUTS", "InputDigest", "compare_with_earlier", "digest_of", "looks_closely", "refused"]
 
 _MOST_ELEMENTS: Final = 16384
 """Elements of a tensor that are compared."""
@@ -54,6 +54,11 @@ class InputDigest(NamedTuple):
 
 NO_INPUTS: Final = InputDigest(0, 0)
 """Digest where inputs are not compared."""
+
+
+def looks_closely(number: int) -> bool:
+    """Whether the ``number``-th comparison of a kind may cost time: the first ones, and some later ones."""
+    return number <= 8 or number % 64 == 0
 
 
 def digest_of(

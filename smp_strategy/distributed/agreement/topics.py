@@ -84,10 +84,10 @@ def _different_splits(values: Mapping[int, Sequence[tuple[str, str]]]) -> SMPErr
     )
 
 
-def _different_inputs(values: Mapping[int, tuple[()] | tuple[str, int, int]]) -> SMPError:
+def _different_inputs(values: Mapping[int, tuple[str, int, int] | tuple[()]]) -> SMPError:
     (first, mine), *others = values.items()
     rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != mine)
-    doing = next(each[0] for each in values.values() if each)  # a rank may have made fewer calls
+    doing = next(each[0] for each in (mine, theirs) if each)
     return refused(doing, (first, rank), has_other_shapes=mine[:2] != theirs[:2])
 
 

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 WORDS: Final = DoorWords(
-    in_hook="in a function with `@smp.step`",
+    in_hook="after `model.cpu()` on all ranks",
     first_pass="before `smp.DistributedModel`",
     save_model="`smp.save_checkpoint(path, tag, partial=False)` or `model.state_dict()`",
     save_all="`smp.save_checkpoint`",

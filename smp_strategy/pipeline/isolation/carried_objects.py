@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.distributed.agreement.same_inputs import digest_of
+from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
 from smp_strategy.model.trace.object_contents import (
     CONTENTS,
@@ -65,6 +65,7 @@ class CarriedObjects:
 
     def __init__(self) -> None:
         self._given = defaultdict[int, _UnitArguments](_UnitArguments)
+        self._num_steps = 1
         # Units and classes of objects without tensors that they leave as they are (settings, say).
         self._inert: set[object] = set()
 
@@ -133,6 +134,8 @@ class CarriedObjects:
             leaves: Arguments.
             but: Positions of those that the call overwrites: `torch.empty` leaves other values on each rank.
         """
+        if not looks_closely(self._num_steps):
+            return
         new = []
         for position, leaf in enumerate(leaves):
             is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, (PlacedTensor, nn.Parameter))
@@ -147,6 +150,7 @@ class CarriedObjects:
 
     def take_inputs(self) -> list[tuple[str, int, int]]:
         """Calls with plain tensors, and digests of these, in the order of microbatches; they are forgotten here."""
+        self._num_steps += 1
         inputs = [each for _, given in sorted(self._given.items()) for each in given.inputs]
         for given in self._given.values():
             given.tensors, given.inputs = {}, []

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.model.trace.pytree import is_own_object
@@ -64,11 +64,19 @@ class Rehearsal:
         if self._num_events > _MOST_EVENTS:
             raise EndlessError
 
-    def note(self, microbatch: int, position: int, name: str, placement: Placement, leaves: list[Any]) -> None:
-        """Note the event ``name`` with the arguments ``leaves`` at ``position``."""
+    def note(
+        self,
+        microbatch: int,
+        position: int,
+        name: str,
+        placement: Placement,
+        leaves: list[Any],
+        module: nn.Module | None = None,
+    ) -> None:
+        """Note the event ``name`` with arguments ``leaves`` at ``position``, and numbers that its ``module`` has."""
         self._count()
         self.noted[microbatch, position, -1, ()] = name
-        for number, leaf in enumerate(leaves):
+        for number, leaf in enumerate(leaves if module is None else [*leaves, _numbers_in(module)]):
             self.noted[microbatch, position, number, placement.stages] = frozen(leaf)
 
     def exchange(self, microbatch: int, placement: Placement) -> None:
@@ -91,6 +99,12 @@ class Rehearsal:
         # A different number for each microbatch and value, between 0 and 1.
         fraction = (0.5 + leaf.program.microbatch * 0.381966 + leaf.value.id * 0.618034) % 1.0
         return torch.full(spec.size, 0.1 + 0.8 * fraction, dtype=spec.dtype)
+
+
+def _numbers_in(module: nn.Module) -> str:
+    """Numbers in attributes of ``module``, which code above it may have set: a temperature, a rate of dropout."""
+    attributes = (each for part in module.modules() for each in vars(part).items())
+    return repr([each for each in attributes if type(each[1]) in (int, float, type(None)) and each[0][0] != "_"])
 
 
 def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:

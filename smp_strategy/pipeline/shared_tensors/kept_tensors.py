@@ -18,7 +18,14 @@ from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
-__all__ = ["AdoptedTensors", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
+__all__ = [
+    "AdoptedTensors",
+    "KeptInSurveyError",
+    "across_microbatches",
+    "call_with_known",
+    "refuse_kept",
+    "without_others",
+]
 
 
 class KeptInSurveyError(UnsupportedError):
@@ -31,13 +38,15 @@ def refuse_kept() -> Iterator[None]:
     try:
         yield
     except KeptInSurveyError:
-        raise _across_microbatches(0, 1) from None
+        raise across_microbatches(0, 1) from None
 
 
-def _across_microbatches(earlier: int, later: int) -> UnsupportedError:
+def across_microbatches(earlier: int, later: int) -> UnsupportedError:
+    """Error for a microbatch that uses tensors of another one, whose program has not ended."""
     return UnsupportedError(
         f"A tensor of microbatch {earlier} is used in microbatch {later} of the same step. Return it from the step or "
-        "log it, and use the result."
+        "log it, and use the result. A metric object in the model keeps such tensors: call its function instead "
+        "(`torchmetrics.functional`)."
     )
 
 
@@ -52,7 +61,7 @@ class AdoptedTensors:
         """The tensor of ``program`` that represents ``tensor``; the same one at each call."""
         other = tensor.program
         if not other.closed:
-            raise _across_microbatches(other.microbatch, program.microbatch)
+            raise across_microbatches(other.microbatch, program.microbatch)
         _refuse_survey(tensor)
         if id(tensor) not in self._found:
             spec = dataclasses.replace(tensor.spec, requires_grad=False)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.distributed.agreement.topics import UNIT_ARGUMENTS
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.prediction import Callee
@@ -43,3 +44,23 @@ def test_each_unit_and_microbatch_has_objects_of_its_own():
     assert not any(given.is_carried for given in carried._given.values())
     carried.note(1, Callee("h.0", lambda: None), (), {"cache": cache})
     assert [given.is_carried for given in carried._given.values()] == [False, True]
+
+
+def test_plain_tensors_of_calls_are_compared_once_unless_they_are_overwritten():
+    carried, mask, hidden = CarriedObjects(), torch.ones(4), torch.empty(2)
+    for unit in ("h.0", "h.1"):
+        carried.note_tensors(1, unit, [mask, hidden, 3], but=(1,))
+    carried.note_tensors(0, "add", [hidden.clone().fill_(2.0)], but=())
+    (first, *_), (second, *values) = carried.take_inputs()
+    assert [first, second] == ["a call of `add`", "a call of `h.0`"]
+    assert values == list(digest_of([mask]))
+    assert carried.take_inputs() == []
+
+
+def test_the_first_steps_and_some_later_ones_are_compared():
+    carried, compared = CarriedObjects(), []
+    for number in range(1, 129):
+        carried.note_tensors(0, "h.0", [torch.ones(2)], but=())
+        if carried.take_inputs():
+            compared.append(number)
+    assert compared == [*range(1, 9), 64, 128]
