@@ -4,12 +4,15 @@ SageMaker's ``resume_from_checkpoint(path)`` names no model, because a process h
 several, so engines are registered while they serve a module. The registry keeps none alive.
 """
 
+import os
 from typing import Any, Final
 from weakref import WeakSet
 
 __all__ = ["attached", "forget", "note"]
 
 _ENGINES: Final[WeakSet[Any]] = WeakSet()
+# Engines of the process that has forked belong to its ranks.
+os.register_at_fork(after_in_child=_ENGINES.clear)
 
 
 def note(engine: Any) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 import smp_strategy
 from smp_strategy.distributed import rendezvous as meeting
+from smp_strategy.engine import active_engines
 from smp_strategy.errors import CheckpointError, ConfigError, SMPError
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_held_state import LAYOUTS, Model, start, train
@@ -222,4 +223,7 @@ def forgets():
 
 
 def test_engines_are_forgotten_when_they_are_closed():
+    of_the_parent = Model()  # anything that is alive
+    active_engines.note(of_the_parent)
     assert "is meant: 0 of" in run_ranks(forgets, 1)[0]
+    active_engines.forget(of_the_parent)
