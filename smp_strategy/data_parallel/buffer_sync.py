@@ -186,7 +186,8 @@ def _num_bytes(spec: _Spec) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _put(module: nn.Module, spec: _Spec, value: Tensor) -> None:

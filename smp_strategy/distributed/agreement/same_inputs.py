@@ -11,9 +11,11 @@ others would have waited for its activations anyway.
 """
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -54,6 +56,12 @@ class InputDigest(NamedTuple):
 
 NO_INPUTS: Final = InputDigest(0, 0)
 """Digest where inputs are not compared."""
+
+_Sent: TypeAlias = tuple[list[Condition], list[Callable[[], None]]]
+# Digests under way, by run: where their receivers must be, and waits for them. Those of a failed run may never arrive.
+_SENT: Final = WeakKeyDictionary[dist.ProcessGroup, dict[int, deque[_Sent]]]()
+_MOST_AHEAD: Final = 2
+"""Comparisons whose messages may be under way when the next one begins."""
 
 
 def looks_closely(number: int) -> bool:
@@ -113,7 +121,8 @@ def _content(tensor: Tensor, reads_device: bool, most: int | None) -> Any:
         flat = tensor.detach().reshape(-1)
         step = 1 if most is None else max(len(flat) // most, 1)
         some = flat[::step].cpu().contiguous().resolve_conj().resolve_neg()
-        return some.view(torch.uint8).numpy()
+        # A single element counts as contiguous whatever its stride.
+        return some.as_strided((len(some),), (1,)).view(torch.uint8).numpy()
 
 
 def compare_with_earlier(mine: InputDigest, doing: str, group: dist.ProcessGroup) -> None:
@@ -128,24 +137,28 @@ def compare_with_earlier(mine: InputDigest, doing: str, group: dist.ProcessGroup
         UnsupportedError: An earlier stage has other inputs.
     """
     watch, here = watch_of(), group.rank()
+    ranks = dist.get_process_group_ranks(group)
     number = watch.count(group.group_name, doing)
     # An earlier run may have failed between a message and its receive.
     tag = reduced_numbers(zlib.crc32(f"inputs {doing} {current_run()}".encode()))
     sent = torch.tensor(mine, dtype=torch.int64, device="cpu")
-    for rank in range(here):
-        pending_messages.send(sent, rank, tag, group)
+    receivers = [Condition(ranks[rank], group.group_name, number) for rank in range(here)]
+    waits = [pending_messages.send(sent, rank, tag, group) for rank in range(here)]
+    begun = _SENT.setdefault(group, {}).setdefault(current_run(), deque())
+    begun.append((receivers, waits))
+    if len(begun) > _MOST_AHEAD:
+        receivers, waits = begun.popleft()
+        with watch.waiting(lambda: [receivers], group, doing):
+            for wait in waits:
+                wait()
     earlier = range(here + 1, group.size())
     if not earlier:
         return
-    ranks = dist.get_process_group_ranks(group)
     needs = [[Condition(ranks[rank], group.group_name, number) for rank in earlier]]
     # With torch's `fake` backend only this rank exists; all others have the same then.
     found = {rank: sent.clone() for rank in earlier}
     with watch.waiting(lambda: needs, group, doing):
-        waits: list[Callable[[], None]] = [
-            pending_messages.receive(theirs, rank, tag, group) for rank, theirs in found.items()
-        ]
-        for wait in waits:
+        for wait in [pending_messages.receive(theirs, rank, tag, group) for rank, theirs in found.items()]:
             wait()
     for rank, theirs in found.items():
         if not torch.equal(theirs, sent):

@@ -53,6 +53,7 @@ def test_values_are_found_in_what_holds_them(number):
         torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.ones(3, 2).t(),
+        torch.ones(3, 2)[:1, 1],  # one element, so contiguous, with a stride of 2
         np.array(["a"]),
         nn.Linear(2, 2),
         iter([1]),
