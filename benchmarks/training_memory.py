@@ -113,14 +113,19 @@ class Found(NamedTuple):
         return self.anonymous + self.shared
 
 
-class Growth:
-    """The most that the resident memory of this process has grown since this was made."""
+class Growth(L.Callback):
+    """The most that the resident memory of this process has grown since the model was made.
+
+    No attribute of the module: a step would be seen to change it, and microbatches would run one after the other.
+    """
 
     def __init__(self) -> None:
-        self._before = resident("RssAnon")
-        self._most = self._most_shared = 0
+        self._before = self._most = self._most_shared = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._before = resident("RssAnon")
         self._thread.start()
 
     def _sample(self) -> None:
@@ -152,11 +157,10 @@ class Tuned(L.LightningModule):
     def __init__(self, size: Size, folder: Path | None, *, adapts: bool) -> None:
         super().__init__()
         self.size, self.folder, self.adapts = size, folder, adapts
-        self.growth: Growth | None = None
+        self.model: Any = None
 
     def configure_model(self) -> None:
-        if self.growth is None:
-            self.growth = Growth()
+        if self.model is None:
             # A plain process would map the files, and pages that are only read are not anonymous.
             is_plain = self.folder is None
             model: Any = self.size.model() if is_plain else AutoModelForCausalLM.from_pretrained(self.folder)
@@ -179,6 +183,7 @@ def train(run: Run, folder: Path) -> Found:
     precision, adapts = KINDS[run.kind]
     ranks, options = (1, {}) if run.layout is None else LAYOUTS[run.layout]
     strategy: Any = "auto"
+    growth = Growth()
     if run.layout is not None:
         strategy = SMPStrategy(**options, delayed_parameter_initialization=True, smp_report="quiet")
     trainer = L.Trainer(
@@ -186,6 +191,7 @@ def train(run: Run, folder: Path) -> Found:
         strategy=strategy,
         devices=ranks,
         precision=precision,
+        callbacks=[growth],
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
@@ -198,8 +204,7 @@ def train(run: Run, folder: Path) -> Found:
     tokens = torch.randint(0, run.size.vocabulary, (SAMPLES * STEPS, LENGTH))
     replicas = options.get("sharded_data_parallel_degree", 1)
     trainer.fit(module, torch.utils.data.DataLoader(tokens, batch_size=SAMPLES // replicas))
-    assert module.growth is not None
-    anonymous, shared = module.growth.end()
+    anonymous, shared = growth.end()
     predicted = 0
     if run.layout is not None:
         predicted = max(stage.memory_bytes for stage in strategy.engine.partition.stages)
