@@ -11,7 +11,7 @@ Before the first message of a step, and before each in a hook, ranks compare the
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, final
 
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger, Topic
 from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest
-from smp_strategy.distributed.agreement.topics import INPUTS
+from smp_strategy.distributed.agreement.topics import CALL_INPUTS, INPUTS
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.errors import SMPError
 
@@ -92,10 +92,10 @@ class TensorGroup:
             self._begin_comparison(what, inputs)
         self._position, self._inputs, self._is_agreed = what, inputs, False
 
-    def note_inputs(self, inputs: Iterable[tuple[str, int, int]]) -> None:
+    def note_inputs(self, inputs: Sequence[tuple[str, int, int]]) -> None:
         """Let the next comparison include calls with tensors that all ranks must have alike, and digests of these."""
-        for each in inputs if self._inputs != NO_INPUTS else ():
-            self._ledger.note(INPUTS, each)
+        if self._inputs != NO_INPUTS:
+            self._ledger.note(CALL_INPUTS, inputs)
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:

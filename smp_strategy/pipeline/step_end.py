@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 from smp_strategy.distributed.agreement.ledger import Ledger
-from smp_strategy.distributed.agreement.topics import INPUTS, PROGRAM, UNIT_ARGUMENTS
+from smp_strategy.distributed.agreement.topics import CALL_INPUTS, PROGRAM, UNIT_ARGUMENTS
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.stage import Stage
 
@@ -38,9 +38,7 @@ class StepEnd:
             stage.note_inputs(inputs)
         if stage.transport is not None:
             self._ledger.note(PROGRAM, "\n".join(name for each in programs for name in each.program_trace.path))
-            self._ledger.note(UNIT_ARGUMENTS, stage.carried.take())
-            for each in inputs:
-                self._ledger.note(INPUTS, each)
+            self._ledger.note(UNIT_ARGUMENTS, stage.carried.take()).note(CALL_INPUTS, inputs)
             self._ledger.begin(THE_END, stage.transport.group)
 
     def go_on(self) -> None:

@@ -28,8 +28,11 @@ class Topic(NamedTuple):
     """Something that all ranks must have alike. A constant of a module, since ranks send it to each other."""
 
     name: str
-    explain: Callable[[Mapping[int, Any]], SMPError]
-    """Makes the error, given the values by global rank; an empty tuple for a rank that has noted nothing."""
+    explain: Callable[[Mapping[int, Any]], SMPError | None]
+    """Makes the error, given the values by global rank; an empty tuple for a rank that has noted nothing.
+
+    ``None``: these values may differ.
+    """
 
 
 Notes = Sequence[tuple[Topic, Any]]
@@ -148,5 +151,6 @@ def _raise_difference(notes: Notes, doing: str, group: dist.ProcessGroup | None)
     for topic in dict.fromkeys(topic for noted in everyones.values() for topic, _ in noted):
         values = ([value for other, value in noted if other == topic] for noted in everyones.values())
         for each in zip_longest(*values, fillvalue=()):
-            if len(set(map(repr, each))) > 1:
-                raise topic.explain(dict(zip(everyones, each, strict=True)))
+            error = topic.explain(dict(zip(everyones, each, strict=True))) if len(set(map(repr, each))) > 1 else None
+            if error is not None:
+                raise error

@@ -12,6 +12,7 @@ from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 
 __all__ = [
     "CARRIED_REASON",
+    "CALL_INPUTS",
     "INPUTS",
     "META_TENSORS",
     "MODEL",
@@ -84,11 +85,27 @@ def _different_splits(values: Mapping[int, Sequence[tuple[str, str]]]) -> SMPErr
     )
 
 
-def _different_inputs(values: Mapping[int, tuple[str, int, int] | tuple[()]]) -> SMPError:
-    (first, mine), *others = values.items()
-    rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != mine)
-    doing = next(each[0] for each in (mine, theirs) if each)
-    return refused(doing, (first, rank), has_other_shapes=mine[:2] != theirs[:2])
+def _different_inputs(values: Mapping[int, tuple[str, int, int]]) -> SMPError:
+    (first, (doing, *mine)), *others = values.items()
+    rank, shapes = next((rank, shapes) for rank, (_, shapes, number) in others if [shapes, number] != mine)
+    return refused(doing, (first, rank), has_other_shapes=shapes != mine[0])
+
+
+def _different_call_inputs(values: Mapping[int, Sequence[tuple[str, int, int]]]) -> SMPError | None:
+    """The error for a call whose tensors have other values on some rank.
+
+    What is a plain tensor on one rank may be on another stage for the next, which has no digest of it then, or one of
+    fewer tensors. That is no difference.
+    """
+    found: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
+    for rank, calls in values.items():
+        for name in dict.fromkeys(name for name, *_ in calls):
+            digests = [digest for other, *digest in calls if other == name]
+            shapes, numbers = tuple(shapes for shapes, _ in digests), [number for _, number in digests]
+            first, expected = found.setdefault((name, shapes), (rank, numbers))
+            if numbers != expected:
+                return refused(name, (first, rank), has_other_shapes=False)
+    return None
 
 
 def _different_program(values: Mapping[int, str]) -> SMPError:
@@ -132,6 +149,7 @@ MODEL: Final = Topic("model", _different_model)
 SPLIT_LAYERS: Final = Topic("split layers", _different_splits)
 UPDATE: Final = Topic("update", _different_update)
 INPUTS: Final = Topic("inputs", _different_inputs)
+CALL_INPUTS: Final = Topic("inputs of calls", _different_call_inputs)
 PROGRAM: Final = Topic("program", _different_program)
 UNIT_ARGUMENTS: Final = Topic("arguments of units", _different_arguments)
 NUM_BATCHES: Final = Topic("number of batches", _different_numbers_of_batches)
