@@ -29,6 +29,7 @@ from smp_strategy.distributed.torch_private import is_under_transform
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, put_state, state_of
+from smp_strategy.model.trace.object_contents import CONTENTS
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee, Prediction, Unpredictable, ValueNeededError
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
@@ -243,7 +244,8 @@ class MicrobatchInterpreter:
         # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
-        if self._compares_inputs:
+        # Attributes and contents of objects, which go in with a call, are those of this stage.
+        if self._compares_inputs and STATE not in kwargs and CONTENTS not in kwargs:
             self._carried.note_tensors(self.microbatch, name, leaves, but=prediction.changed)
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
         event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
+from smp_strategy.model.trace.fake_call import is_left_behind
 from smp_strategy.model.trace.object_contents import (
     CONTENTS,
     Elsewhere,
@@ -245,13 +246,16 @@ class CarriedContents:
         return result
 
     def _is_of_another(self, value: Any) -> bool:
-        return isinstance(value, PlacedTensor) and value.maker not in ("", self._unit)
+        # A dry call with gradients, whose objects are not carried, leaves fake tensors in them.
+        is_of_dry_call = is_left_behind(value)
+        return is_of_dry_call or (isinstance(value, PlacedTensor) and value.maker not in ("", self._unit))
 
     def _argument(self, label: str, value: Any) -> Any:
         if label not in self._stay:
             return value
         stays = Elsewhere(TensorSpec.of(value))
-        stays.real = None if value.origin is None else functools.partial(self._lend, value)
+        is_here = isinstance(value, PlacedTensor) and value.origin is not None
+        stays.real = functools.partial(self._lend, value) if is_here else None
         return stays
 
     def _lend(self, placed: PlacedTensor) -> Tensor:
