@@ -55,7 +55,6 @@ class ParameterState(enum.Enum):
 _MOST_COMPARED: Final = 16384
 """Elements of a shard that are compared before a buffer is freed."""
 _FREES_PER_COMPARISON: Final = 64
-"""On an accelerator."""
 
 
 def _are_same(mine: Tensor, sent: Tensor) -> bool:
@@ -356,10 +355,10 @@ class FlatBuffer:
     def _written_behind_data(self) -> list[str]:
         """Names of gathered parameters of which this rank's elements are not those that it has sent.
 
-        Versions do not tell of writes to ``parameter.data``. On an accelerator a comparison waits for all work there.
+        Versions do not tell of writes to ``parameter.data``. A comparison reads memory, and waits for an accelerator.
         """
         self._num_frees += 1
-        if not self._is_compared or (self._full.device.type != "cpu" and self._num_frees % _FREES_PER_COMPARISON):
+        if not self._is_compared or self._num_frees % _FREES_PER_COMPARISON:
             return []
         mine = self._full.chunk(self.layout.degree)[self._collectives.rank]
         shard = self._shard if self._shard.numel() else self.own

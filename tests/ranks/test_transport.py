@@ -92,7 +92,7 @@ def threads_that_waited(asked_early: bool) -> tuple[Tensor, int] | None:
     dist.barrier()
     dist.barrier()  # which comes behind the message, on the same connection
     received = receipt.wait()
-    return received, sum(thread.name == "messages" for thread in threading.enumerate())
+    return received, sum(thread.name == "relay" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("asked_early", [False, True])
