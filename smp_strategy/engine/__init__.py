@@ -9,6 +9,7 @@ It is the one place that knows every part of the package. In reading order:
 * ``parallelize.py``, ``layout.py``: the first step, in order: split layers, decide the partition, free the values of
   other ranks, make the runtime; the decisions, which later runs keep.
 * ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
+* ``written_weights.py``: parameters that steps write to, which dry runs put back.
 * ``delayed_init.py``, ``pretrained.py``: modules on the meta device; memory and values for this rank's share only, also
   for ``from_pretrained`` of Hugging Face.
 * ``local_model.py``, ``take_holdings.py``: this rank's parameters: passes, gradients, optimizer updates, saving,
@@ -24,6 +25,7 @@ It is the one place that knows every part of the package. In reading order:
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.
 * ``run_outcome.py``: errors that have ended steps and updates, which decide what may come next.
+* ``own_parameters.py``: tensors that optimizers train and the module does not have.
 * ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
 
 Rooms, each with a map of its own; what doors need of the library they find here:

@@ -2,13 +2,6 @@
 
 Which parameters these are, and which part of each, :class:`~smp_strategy.data_parallel.holdings.Holdings` tells. The
 first step creates the local model by freeing the values of other ranks; it lives until the module is full again.
-
-Tensors that an optimizer trains, but that are no parameters of the module that was distributed.
-
-Gradients are collected, summed over stages, averaged over replicas and saved for the parameters that the module had
-when it was distributed. An optimizer may have others: a temperature in a plain list, or a block that was appended after
-some steps. They would get wrong gradients or none, and no error would tell. So each update begins with a comparison by
-identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +18,6 @@ from smp_strategy.checkpoint.load import MODULE, load_module
 from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.config.config import RestoreModule, SMPConfig
-from smp_strategy.config.sizes import show_count
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.grad_norm import UnscaleResult, agreed, unscale_gradients
 from smp_strategy.data_parallel.gradient_sums import replica_sums
@@ -42,10 +34,11 @@ from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.engine.hooks.views import Views
+from smp_strategy.engine.own_parameters import OwnParameters
 from smp_strategy.engine.run_outcome import BrokenUpdates
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.engine.take_holdings import take_holdings
-from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.shared_tensors.weight_operations import UnitTensor, has_teacher
 from smp_strategy.pipeline.transport.transport import Transport
@@ -53,53 +46,7 @@ from smp_strategy.precision.dtypes import compute_dtype, is_half, reduce_dtype
 from smp_strategy.precision.master_weights import Fp32Gradients
 from smp_strategy.tensor_parallel.split_module import SplitModule
 
-__all__ = ["LocalModel", "OwnParameters"]
-
-
-@final
-class OwnParameters:
-    """Parameters of a module when it was distributed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._parameters = list(module.parameters())
-        self._ids = set(map(id, self._parameters))
-
-    def are_those_of_now(self) -> bool:
-        """Whether the module has the same parameters, in the same order."""
-        return list(map(id, self._module.parameters())) == list(map(id, self._parameters))
-
-    def refuse_others(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse other tensors that ``optimizers`` train.
-
-        Raises:
-            UnsupportedError: there are some.
-        """
-        for optimizer in optimizers:
-            trained = (each for group in optimizer.param_groups for each in group["params"])
-            others = [each for each in trained if id(each) not in self._ids and each.requires_grad]
-            if others:
-                raise _refusal(optimizer, others, self._module)
-
-
-def _refusal(optimizer: Optimizer, others: Sequence[Tensor], module: nn.Module) -> UnsupportedError:
-    name_of = {id(each): name for name, each in module.named_parameters()}
-    names = [name_of[id(each)] for each in others if id(each) in name_of]
-    kind = type(optimizer).__name__
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return UnsupportedError(
-            f"{kind} trains `{names[0]}`{more}, which the module did not have in its first step, when its parameters "
-            "were distributed over the ranks: gradients of later ones would not be summed up or saved. Make them "
-            "before training begins, and freeze them (`requires_grad_(False)`) until they are needed."
-        )
-    shapes = ", ".join(str(list(each.shape)) for each in others[:3]) + (" ..." if len(others) > 3 else "")
-    return UnsupportedError(
-        f"{kind} trains {show_count(len(others), 'tensor')} (shape {shapes}) that the module does not have as "
-        "parameters: gradients would be wrong or missing, and values would not be saved. Make parameters of them "
-        "(`self.scale = nn.Parameter(...)`, `nn.ParameterList` for a list, a submodule for layers)."
-    )
-
+__all__ = ["LocalModel"]
 
 _UPDATES = "the settings of optimizers"
 
@@ -300,7 +247,12 @@ class LocalModel:
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
     def begin_update(self, optimizer: Optimizer, settings: Mapping[str, object]) -> Tensor | None:
-        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
+        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`.
+
+        Args:
+            optimizer: As given there.
+            settings: Settings that ranks compare beside those of the optimizer.
+        """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         max_norm = self._config.sdp_gradient_clipping
         norm = None if max_norm is None else self.clip_grad_norm_(parameters, max_norm)

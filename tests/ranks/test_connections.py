@@ -12,9 +12,10 @@ from torch import Tensor
 
 from smp_strategy.distributed.mesh import STAGE_CONNECTIONS
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.transport import transport as module
+from smp_strategy.pipeline.transport import connections
+from smp_strategy.pipeline.transport.connections import Connections
 from smp_strategy.pipeline.transport.open_channels import measure_paths, render_paths
-from smp_strategy.pipeline.transport.transport import Connections, Transport
+from smp_strategy.pipeline.transport.transport import Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.test_pipeline import assert_same, one_process, run_pipeline
 from tests.ranks.test_transport import TENSORS
@@ -28,7 +29,7 @@ def connected() -> Transport:
 
 
 def all_tensors(is_predicted: bool, least: int) -> list[Tensor]:
-    module.LEAST_PIECE_BYTES = least
+    connections.LEAST_PIECE_BYTES = least
     transport = connected()
     specs = [TensorSpec.of(tensor if is_predicted else tensor.contiguous()) for tensor in TENSORS.values()]
     if transport.rank == 0:
@@ -76,7 +77,7 @@ def test_a_large_tensor_arrives_as_it_was():
 def trained(options: dict[str, Any], per_node: str) -> tuple[dict[str, Tensor], set[int]]:
     """Weights, and the numbers of connections that messages have taken."""
     os.environ["LOCAL_WORLD_SIZE"] = per_node
-    module.LEAST_PIECE_BYTES = 16
+    connections.LEAST_PIECE_BYTES = 16
     counts: set[int] = set()
     cut = Connections._pieces
 

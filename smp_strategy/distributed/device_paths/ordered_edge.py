@@ -3,7 +3,7 @@
 NCCL knows no tags. The first send of a communicator meets the first receive, whatever they are about, and a send that
 has no receive holds up all later ones. So an edge, the pair of a sender and a receiver, has a communicator and a stream
 that nothing else uses, and whoever calls it must make both ends agree on one order
-(:mod:`smp_strategy.pipeline.transport.device_channels.nccl_channel`).
+(:mod:`smp_strategy.pipeline.transport.device_channels.message_order`).
 """
 
 from abc import ABC, abstractmethod

@@ -7,23 +7,13 @@ without communication (:mod:`smp_strategy.pipeline.dist_calls.collective_results
 
 Outside of steps the functions of torch behave as before, and are watched for deadlocks
 (:mod:`smp_strategy.distributed`).
-
-Numbers of processes that code of a step finds elsewhere than in ``torch.distributed``.
-
-Models of Hugging Face divide a count that they have summed over all processes by
-``accelerate.PartialState().num_processes``, and scripts read ``WORLD_SIZE``. In a step the sum runs over the replicas
-([Note: collectives mean replicas]), so these numbers are those of the replicas there as well.
-
-They change for the whole process, also for threads that write a checkpoint meanwhile. So the index of this process
-stays what it is: a thread that asks for the main process must not find two.
 """
 
 import functools
 import inspect
-import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -40,36 +30,10 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.dist_calls.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
+from smp_strategy.pipeline.dist_calls.process_counts import counting_replicas
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
-__all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "counting_replicas", "replicas_of"]
-
-_STATES = ("PartialState", "AcceleratorState")
-
-
-@contextmanager
-def counting_replicas(num_replicas: int) -> Iterator[None]:
-    """Context in which there are as many processes as replicas."""
-    told: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [
-        (state, {"num_processes": num_replicas}) for state in _shared_states()
-    ]
-    told.append((os.environ, {"WORLD_SIZE": str(num_replicas)}))
-    before = [(mapping, {key: mapping[key] for key in values if key in mapping}) for mapping, values in told]
-    try:
-        for mapping, values in told:
-            mapping.update({key: value for key, value in values.items() if key in mapping})
-        yield
-    finally:
-        for mapping, values in before:
-            mapping.update(values)
-
-
-def _shared_states() -> Iterator[dict[str, Any]]:
-    """Attributes of Accelerate's states, if they have been made; all of its objects share them."""
-    module = sys.modules.get("accelerate.state")
-    for name in () if module is None else _STATES:
-        yield getattr(module, name)._shared_state
-
+__all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "__new__", "__init__"})
 _OBJECTS = frozenset({"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"})

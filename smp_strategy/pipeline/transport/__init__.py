@@ -2,6 +2,7 @@
 
 transport              Send and receive between stages: all that the core calls.
 channel                Interface: what of a tensor is in its message, and where the rest is. The channel through gloo.
+connections            Messages of gloo to another stage, the large ones in pieces on several connections.
 wire_format            Layout of a message that has the whole tensor.
 place_header           Message that says where a tensor is.
 shared_memory_channel  Channel through memory that two ranks of a machine share.

@@ -10,6 +10,7 @@ In reading order:
 * ``simulate``: the schedule of a policy: the best of its published and greedy orders.
 * ``steps_in_a_row``: steady-state time of steps that follow each other.
 * ``scoring``: objective and limits of the search.
+* ``local_search``: tabu search on the critical path.
 * ``search``: the fastest schedule under memory limits (``pipeline=auto``); weight gradients in idle times.
 * ``peak_memory``: activations of each stage over time.
 * ``check_plan``: verifies that a plan is complete and free of deadlock.

@@ -23,6 +23,13 @@ def one_forward_one_backward(
     """1F1B (arXiv:2006.09503), and Megatron's interleaving for several chunks (arXiv:2104.04473, figure 4).
 
     With several chunks the microbatches go through them in groups of ``num_stages``; the last group may be smaller.
+
+    Args:
+        stage: Number of the stage.
+        num_stages: Number of stages.
+        num_microbatches: Microbatches of the step.
+        num_chunks: Chunks per stage.
+        most_live: Most chunks in flight on a stage.
     """
     chunks = range(num_chunks)
     groups = [

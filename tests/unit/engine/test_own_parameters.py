@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.engine.local_model import OwnParameters
+from smp_strategy.engine.own_parameters import OwnParameters
 from smp_strategy.errors import UnsupportedError
 
 

@@ -18,7 +18,8 @@ from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.shared_arena import Arena, PeerArena
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.transport.channel import GlooChannel
-from smp_strategy.pipeline.transport.device_channels.nccl_channel import IncomingOrder, NcclChannel, OutgoingOrder
+from smp_strategy.pipeline.transport.device_channels.message_order import IncomingOrder, OutgoingOrder
+from smp_strategy.pipeline.transport.device_channels.nccl_channel import NcclChannel
 from smp_strategy.pipeline.transport.device_channels.slot_channel import SlotChannel
 from smp_strategy.pipeline.transport.device_channels.slot_memories import IpcSlots, PageLockedSlots
 from smp_strategy.pipeline.transport.device_channels.slots import CONTROL_BYTES, MessageSlot, SlotPool

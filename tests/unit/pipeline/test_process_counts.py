@@ -4,7 +4,7 @@ import os
 
 from accelerate.state import PartialState
 
-from smp_strategy.pipeline.dist_calls.user_collectives import counting_replicas
+from smp_strategy.pipeline.dist_calls.process_counts import counting_replicas
 
 
 def test_processes_are_replicas_in_the_context_only(monkeypatch):

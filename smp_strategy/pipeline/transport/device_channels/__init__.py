@@ -2,6 +2,7 @@
 
 ==================== ==========================================================================================
 device_channel       What they have in common: small tensors and those of the host go elsewhere.
+message_order        One order of the messages of an edge at both ends, as NCCL needs it.
 nccl_channel         The way through NCCL.
 slots                Memory that a sender fills again and again, lent and given back without a wait.
 slot_channel         The way through slots.

@@ -70,7 +70,13 @@ class DevicePath(ABC):
 
 @final
 class SlotPath(DevicePath):
-    """Path through slots, between ranks that share memory of the host."""
+    """Path through slots, between ranks that share memory of the host.
+
+    Args:
+        option, name: as for any path.
+        places: ranks, and what they share.
+        memory: makes the memory of the slots between two arenas.
+    """
 
     def __init__(
         self,

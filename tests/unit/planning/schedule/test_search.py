@@ -193,7 +193,7 @@ def test_programs_that_do_nothing_backward_are_scheduled_too():
 
 @pytest.mark.parametrize("most_passes", [0, 10**6])
 def test_orders_of_a_step_that_is_too_long_for_the_budget_stay_those_of_its_policy(monkeypatch, most_passes):
-    monkeypatch.setattr("smp_strategy.planning.schedule.search.MOST_PASSES", most_passes)
+    monkeypatch.setattr("smp_strategy.planning.schedule.local_search.MOST_PASSES", most_passes)
     flow = chain_of([Work(2.0, 2.0, 1.0), Work(1.0, 1.0, 0.5), Work(1.5, 1.0, 1.0)])
     plan = search(flow, 5, [Policy("simple")]).plan
     assert (plan.stages == simulate(flow, 5, Policy("simple")).stages) == (most_passes == 0)
