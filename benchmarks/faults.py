@@ -144,7 +144,8 @@ SIGNALS = {
     "sigterm": "SIGTERM",
     "sigterm-group": "SIGTERM",
 }
-# What any run prints: the report of the first step, Lightning, the launchers, rank 0 while others begin late.
+# Lines that every run prints: the report of the first step, those of Lightning and launchers, those of rank 0 while
+# others begin late.
 REPORT = re.compile(r"^Process mesh: .*?^More: `smp_report=.*?$", re.DOTALL | re.MULTILINE)
 CHATTER = re.compile(
     r"(GPU|TPU|HPU) available|\S+ Tip: |Initializing distributed|distributed_backend=|All distributed processes|-+$|"

@@ -135,8 +135,7 @@ def fitting_partition(
         most_live = program.least_live
         options = replace(options, sdp_max_live_parameters=most_live)
         ways.append(options)
-    may_relieve = config.activation_checkpointing in ("none", ()) and not config.skip_tracing
-    if may_relieve and None not in program.memory_limits:
+    if _may_relieve(config) and not config.skip_tracing and None not in program.memory_limits:
         ways.append(replace(options, activation_checkpointing="auto"))
     for way in ways:
         try:
@@ -146,10 +145,15 @@ def fitting_partition(
     raise refusal
 
 
+def _may_relieve(config: SMPConfig) -> bool:
+    """Whether the user has left recomputation at its default."""
+    return config.activation_checkpointing in ("none", ())
+
+
 def chosen_for_memory(config: SMPConfig, partition: Partition) -> str:
     """Options that :func:`fitting_partition` has chosen, and why, as a sentence; empty: none."""
     limits = [stage.memory_limit for stage in partition.stages if stage.memory_limit is not None]
-    relieved = 0 if config.activation_checkpointing != "none" else len(partition.activation_policies)
+    relieved = len(partition.activation_policies) if _may_relieve(config) else 0
     if partition.most_live is None and not (relieved and limits):
         return ""
     said = []

@@ -284,8 +284,7 @@ def simulated(
         found = relieve(program.relief, microbatch, room, simulate_flow, program.calls)
     else:
         found = relieve(relief, microbatch, room, simulate_flow)
-    activations, working, missing = zip(*found.peaks, strict=True)
-    return Score(found.plan.makespan, activations, found.activation_policies, working, missing)
+    return Score(found.plan.makespan, found.peaks, found.activation_policies)
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
@@ -360,4 +359,4 @@ def _reliefs(
             spared = before.saved_bytes - after.saved_bytes
             of_units[before.name] = of_units[before.name].plus(spared, after.offloaded_bytes, seconds)
     all_kept = simulated(program, problem, policy, stage_of, ActivationPlan(machine=program.relief.machine))
-    return StageActivations(of_units, all_kept.activation_bytes)
+    return StageActivations(of_units, tuple(peak.activations for peak in all_kept.peaks))

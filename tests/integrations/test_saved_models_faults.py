@@ -90,7 +90,7 @@ def saves_alone(folder, others):
 @pytest.mark.parametrize("others", ["step", "end"])
 def test_a_call_on_the_main_process_alone_is_refused_within_seconds_where_nobody_listens(others, tmp_path):
     (seconds, message), _ = on_ranks(saves_alone, 2, tmp_path / "model", others)
-    assert seconds < 30
+    assert seconds < 10
     assert "model.save_pretrained" in message
     assert not (tmp_path / "model").exists()
 
@@ -139,7 +139,7 @@ def saves_twice(folder, fails):
 
 def test_an_error_on_one_rank_is_told_to_all_and_the_old_files_stay(tmp_path):
     for rank, (seconds, message, before, after) in enumerate(on_ranks(saves_twice, 2, tmp_path / "model", "full")):
-        assert seconds < 30
+        assert seconds < 10
         assert ("the disk is full" if rank else "Rank 1 failed while writing") in message
         assert after == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

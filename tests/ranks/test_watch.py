@@ -78,7 +78,7 @@ def differing(step: Any, begins_at: int, pp: int) -> tuple[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_stages_that_run_different_code_are_told_so_soon(name, pp, begins_at):
     found = run_ranks(differing, pp, CASES[name], begins_at, pp)
-    assert all(seconds < 30 for _, seconds in found)
+    assert all(seconds < 20 for _, seconds in found)
     assert any("must run the same code" in message or "did not run the same code" in message for message, _ in found)
     for message, _ in found:
         assert "same code" in message or "rank" in message, message

@@ -94,8 +94,8 @@ def _different_inputs(values: Mapping[int, tuple[str, int, int]]) -> SMPError:
 def _different_call_inputs(values: Mapping[int, Sequence[tuple[str, int, int]]]) -> SMPError | None:
     """The error for a call whose tensors have other values on some rank.
 
-    What is a plain tensor on one rank may be on another stage for the next, which has no digest of it then, or one of
-    fewer tensors. That is no difference.
+    A tensor may be plain on one rank and on another stage for the next one. That rank has no digest of it, or one of
+    fewer tensors, which is no difference.
     """
     found: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
     for rank, calls in values.items():

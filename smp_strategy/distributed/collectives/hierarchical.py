@@ -96,7 +96,7 @@ class HierarchicalCollectives:
         return self._relay.submit(partial(next, steps)).then(lambda _: next(steps, None))
 
     def gather_steps(self, parts: Sequence[Tensor], mine: Tensor, tag: Tags) -> Iterator[None]:
-        """Steps of a gather: send to both hops' first receivers; forward; wait.
+        """Steps of a gather: send; forward the shards that come from other nodes; wait.
 
         Args:
             parts: Parts of all ranks; those of the others are filled.

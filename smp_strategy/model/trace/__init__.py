@@ -15,7 +15,8 @@ In reading order:
 * ``side_effects.py``: mutations of arguments and of context variables, as results of a call.
 * ``exposed_attributes.py``: attributes of units that code above them reads, as arguments and results of a call.
 * ``object_contents.py``: the same for objects (a key/value cache), which every stage keeps up to date.
-* ``snapshot.py``: capture, diff and restore of modules, containers and objects; which of them are the user's.
+* ``snapshot.py``: capture, diff and restore of modules, containers and objects.
+* ``user_code.py``: code and objects of the user, told from those of libraries.
 * ``places.py``: where the user's code may write to: modules, containers, variables, hooks, context variables.
 * ``undo_variables.py``: what dry runs do to variables, iterators and functions under ``functools.lru_cache``.
 * ``parametrize_cache.py``: ``parametrize.cached()``.

@@ -19,9 +19,10 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.pytree import is_of_library, is_ours, is_own_object, nodes
+from smp_strategy.model.trace.pytree import nodes
 from smp_strategy.model.trace.side_effects import collectors
 from smp_strategy.model.trace.snapshot import Snapshot, containers_in, stored
+from smp_strategy.model.trace.user_code import is_of_library, is_ours, is_own_object
 
 __all__ = ["MOST_ENTRIES", "Names", "Variables", "places_of_step", "reached_by_hooks", "variables_of"]
 

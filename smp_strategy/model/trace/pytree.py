@@ -9,14 +9,10 @@ a short form that avoids the general, much slower pytree. A dry run inspects the
 several times: these contain tuples and lists at most.
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
 import math
-import pathlib
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
+
+from smp_strategy.model.trace.user_code import is_own_object
 
 __all__ = [
     "flatten",
@@ -42,9 +40,6 @@ __all__ = [
     "nodes",
     "is_opened_placed",
     "is_opened_value",
-    "is_of_library",
-    "is_ours",
-    "is_own_object",
     "is_value",
     "without_validation",
 ]
@@ -400,48 +395,3 @@ def _slots_of(kind: type) -> list[str]:
 def _mangled(kind: type, name: str) -> str:
     is_private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
-
-
-# --- code and objects of the user, and those of libraries -------------------------------------------------------------
-
-# Folders of libraries, in this environment or in one that it extends.
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-# Library classes whose objects have only the attributes that the user gives them.
-_BARE = (types.SimpleNamespace, argparse.Namespace)
-
-
-def is_of_library(defined: type | types.FunctionType | types.ModuleType) -> bool:
-    """Whether it is defined in an installed package, in Python's standard library or in this package."""
-    if isinstance(defined, types.ModuleType):
-        return _is_installed(defined.__name__)
-    if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
-        return False
-    return is_ours(defined) or _is_installed(defined.__module__)
-
-
-def is_ours(defined: type | types.FunctionType) -> bool:
-    # Functions of code that was run without a module's name have none.
-    return (defined.__module__ or "").partition(".")[0] == __name__.partition(".")[0]
-
-
-def is_own_object(value: Any) -> bool:
-    """Whether ``value`` is an object with attributes, of a class that the user has defined."""
-    if isinstance(value, _BARE):
-        return True
-    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return has_attributes and not isinstance(value, (nn.Module, Tensor, type)) and not is_of_library(type(value))
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-@functools.cache
-def _is_installed(name: str) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return True
-    return not _INSTALLED.isdisjoint(pathlib.Path(file).parts) or any(
-        pathlib.Path(file).is_relative_to(each) for each in _libraries()
-    )

@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.pytree import is_own_object, nodes
+from smp_strategy.model.trace.pytree import nodes
+from smp_strategy.model.trace.user_code import is_own_object
 
 __all__ = [
     "Snapshot",

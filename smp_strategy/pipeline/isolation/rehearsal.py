@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.distributed.agreement.same_inputs import digest_of
-from smp_strategy.model.trace.pytree import is_own_object
+from smp_strategy.model.trace.user_code import is_own_object
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import Placement
 

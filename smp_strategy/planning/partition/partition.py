@@ -212,13 +212,13 @@ class Partition:
                 * sum(unit.seconds for unit in units if unit.stage == stage)
                 / setting.speed(stage),
                 held,
-                score.activation_bytes[stage],
+                peak.activations,
                 setting.limit(stage),
                 None if relief is None else relief.all_kept_bytes[stage],
-                score.working_bytes[stage] if score.working_bytes else 0,
-                score.missing_bytes[stage] if score.missing_bytes else 0,
+                peak.working,
+                peak.missing,
             )
-            for stage, held in enumerate(problem.held(stage_of))
+            for stage, (held, peak) in enumerate(zip(problem.held(stage_of), score.peaks, strict=True))
         )
         first_of_run = [sum(map(len, runs[:chunk])) for chunk in range(1, len(runs))]
         return cls(

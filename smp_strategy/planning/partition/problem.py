@@ -22,6 +22,7 @@ from smp_strategy.activations.policy import ActivationPolicies
 from smp_strategy.distributed.balance import balanced
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
+from smp_strategy.planning.schedule.peak_memory import Peak
 
 __all__ = [
     "HeldBytes",
@@ -110,19 +111,10 @@ class Score(NamedTuple):
     """Simulation result of a candidate."""
 
     step_seconds: float
-    activation_bytes: tuple[int, ...]
-    """Activations of each stage when it is fullest."""
+    peaks: tuple[Peak, ...]
+    """Each stage when it is fullest."""
     activation_policies: ActivationPolicies = {}
     """Recomputation and offload of all units that do not keep everything."""
-    working_bytes: tuple[int, ...] = ()
-    """Working memory of each stage then; empty: unknown."""
-    missing_bytes: tuple[int, ...] = ()
-    """Gradients of each stage that do not exist yet then; empty: none."""
-
-    def beside(self, stage: int) -> int:
-        """Bytes of ``stage`` beside what it holds of parameters."""
-        working = self.working_bytes[stage] if self.working_bytes else 0
-        return self.activation_bytes[stage] + working - (self.missing_bytes[stage] if self.missing_bytes else 0)
 
 
 class Promise(NamedTuple):
@@ -262,7 +254,7 @@ class PartitionProblem:
 
     def memory(self, stage_of: Mapping[str, int], score: Score) -> tuple[int, ...]:
         """Peak bytes of each stage."""
-        return tuple(held.peak(score.beside(stage)) for stage, held in enumerate(self.held(stage_of)))
+        return tuple(held.peak(peak.total) for held, peak in zip(self.held(stage_of), score.peaks, strict=True))
 
     def fits(self, memory: Sequence[int]) -> bool:
         """Whether every stage stays within its limit."""

@@ -17,7 +17,7 @@ from smp_strategy.planning.partition.problem import (
     problem_of,
 )
 from smp_strategy.planning.schedule.flow import route
-from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
+from smp_strategy.planning.schedule.peak_memory import peaks
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 
@@ -38,7 +38,7 @@ class Case:
             speed = setting.speed(segment.stage)
             flow.work[segment] = Work(*(seconds / speed for seconds in flow.work[segment]))
         plan = simulate(flow, setting.num_microbatches, Policy("interleaved", active_microbatches=self.active))
-        return Score(plan.makespan, peak_saved_bytes(plan, flow))
+        return Score(plan.makespan, peaks(plan, flow))
 
     def candidates(self) -> list[tuple[int, ...]]:
         num_chunks = len(self.setting.stage_of_chunk)

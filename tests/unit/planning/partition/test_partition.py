@@ -8,11 +8,12 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes, Score, Setting, problem_of
+from smp_strategy.planning.schedule.peak_memory import Peak
 from tests.unit.planning.partition.problems import chain
 
 TIED = HeldBytes(100, 100, 200)
 PARAMETERS = {"u0": {0: TIED}, "u1": {1: HeldBytes(10)}, "u2": {2: HeldBytes(20, 20, 40)}, "u3": {0: TIED}}
-SCORE = Score(step_seconds=20.0, activation_bytes=(30, 5))
+SCORE = Score(step_seconds=20.0, peaks=(Peak(30), Peak(5)))
 
 
 def partition(*stages: int, **changes) -> Partition:
