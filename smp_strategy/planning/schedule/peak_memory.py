@@ -186,30 +186,53 @@ def peaks(
         gradients: Bytes of the gradients of each unit, in a step that begins without them.
     """
     is_plain = not any(call.again or call.offloaded for calls in flow.kept.values() for call in calls)
-    found = []
-    for stage in range(flow.num_stages):
-        missing = {name: gradients.get(name, 0) for segment in flow.kept for name in _units(flow, segment, stage)}
-        known: dict[tuple[Running, int], Peak] = {}
-        # At the end of the step no call runs.
-        mine = [call.working for segment, calls in flow.kept.items() if segment.stage == stage for call in calls]
-        most = Peak(working=min([0, *mine]))
-        for action, around, running in (
-            _plainly(plan, flow, stage) if is_plain else _exactly(plan, flow, stage, horizon)
-        ):
-            names = _units(flow, SegmentId(stage, action.segment), stage) if gradients else ()
-            coming = {name: missing[name] for name in names if name in missing} if action.kind == "B" else NOTHING
-            inside = Peak()
-            if running is not None:
-                key = (running, sum(coming.values()))
-                inside = known[key] = known.get(key) or _inside(flow, running, coming)
-            lacking = sum(missing.values()) - sum(coming.values())
-            peak = Peak(around + inside.activations, inside.working, lacking + inside.missing)
-            most = max(most, peak, key=_total)
-            if action.kind in ("B", "W"):
-                for name in names:
-                    missing.pop(name, None)
-        found.append(most)
-    return tuple(found)
+    steps = (
+        _plainly(plan, flow, stage) if is_plain else _exactly(plan, flow, stage, horizon)
+        for stage in range(flow.num_stages)
+    )
+    return tuple(_peak_of(flow, stage, moments, gradients) for stage, moments in enumerate(steps))
+
+
+def _peak_of(
+    flow: Flow,
+    stage: int,
+    moments: Iterable[tuple[Action, int, Running | None]],
+    gradients: Mapping[str, int],
+) -> Peak:
+    """The fullest moment of a stage, of which each has the activations beside the segment that runs."""
+    mine = [segment for segment in flow.kept if segment.stage == stage]
+    missing = {call.name: gradients.get(call.name, 0) for segment in mine for call in flow.kept[segment]}
+    # At the end of the step no call runs.
+    most = Peak(working=min([0, *(call.working for segment in mine for call in flow.kept[segment])]))
+    # Segments whose gradients do not exist yet.
+    early = {segment.number for segment in mine} if gradients else set()
+    # Until the next gradients come, only the fullest moment of each running segment matters.
+    fullest: dict[Running | None, int] = {}
+    for action, around, running in moments:
+        if action.segment in early and action.kind in ("B", "W"):
+            early.remove(action.segment)
+            first = {call.name for call in flow.kept[SegmentId(stage, action.segment)]} & missing.keys()
+            coming = {name: missing[name] for name in first} if action.kind == "B" else NOTHING
+            found = [*_peaks_of(flow, fullest, missing), *_peaks_of(flow, {running: around}, missing, coming)]
+            most = max([most, *found], key=_total)
+            missing = {name: nbytes for name, nbytes in missing.items() if name not in first}
+            fullest = {}
+        elif around > fullest.get(running, -1):
+            fullest[running] = around
+    return max([most, *_peaks_of(flow, fullest, missing)], key=_total)
+
+
+def _peaks_of(
+    flow: Flow,
+    fullest: Mapping[Running | None, int],
+    missing: Mapping[str, int],
+    coming: Mapping[str, int] = NOTHING,
+) -> Iterator[Peak]:
+    """Moments with the activations ``fullest`` beside what runs, without the gradients ``missing``."""
+    lacking = sum(missing.values()) - sum(coming.values())
+    for running, around in fullest.items():
+        inside = Peak() if running is None else _inside(flow, running, coming)
+        yield Peak(around + inside.activations, inside.working, lacking + inside.missing)
 
 
 def _total(peak: Peak) -> int:
@@ -223,23 +246,23 @@ def _exactly(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[tuple
 
 
 def _plainly(plan: Plan, flow: Flow, stage: int) -> Iterator[tuple[Action, int, Running | None]]:
-    """The same if nothing is recomputed or offloaded, in less time."""
+    """The same if nothing is recomputed or offloaded, in less time: a plan of a large job has a million actions."""
+    # Per kind of action and segment: activations that it adds, that it has itself and that it frees, and what it runs.
+    table: dict[tuple[str, int], tuple[int, int, int, Running | None]] = {}
+    for segment in flow.backward_needs:  # without a backward nothing is kept
+        if segment.stage == stage:
+            saved = sum(call.saved for call in flow.kept[segment])
+            table["F", segment.number] = (saved, saved, 0, Running(segment, False, True, 0))
+            table["B", segment.number] = (0, saved, saved, Running(segment, True, True, 0))
+            table["I", segment.number] = (0, 0, 0, Running(segment, True, False, 0))
+            table["W", segment.number] = (0, 0, saved, None)
     held = 0
-    saved = {segment: sum(call.saved for call in calls) for segment, calls in flow.kept.items()}
     for action in plan.stages[stage]:
-        segment = SegmentId(stage, action.segment)
-        if segment not in flow.backward_needs:  # without a backward nothing is kept
-            continue
-        mine = saved[segment]
-        held += mine if action.kind == "F" else 0
-        frees = action.kind in ("F", "B")
-        running = None if action.kind == "W" else Running(segment, action.kind != "F", frees, 0)
-        yield action, held - mine if frees else held, running
-        held -= mine if action.kind in ("B", "W") else 0
-
-
-def _units(flow: Flow, segment: SegmentId, stage: int) -> set[str]:
-    return {call.name for call in flow.kept[segment]} if segment.stage == stage else set()
+        if found := table.get((action.kind, action.segment)):
+            added, own, freed, running = found
+            held += added
+            yield action, held - own, running
+            held -= freed
 
 
 def _counted(stage: int, places: Iterable[tuple[int, int]]) -> Mapping[SegmentId, int]:

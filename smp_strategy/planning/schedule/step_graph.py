@@ -249,19 +249,22 @@ class StepGraph:
         chunks = self._chunks_of(stage)
         # Visits without a backward read the loss or its parts; they run right before the stage's backward.
         readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
-        if len(chunks) != len({entry.chunk for entry in table}):
+        found = {(entry.kind, entry.chunk) for entry in table}
+        if len(chunks) != len({chunk for _, chunk in found}):
             return None
-        order: list[ScheduledPass] = []
-        for kind, chunk, microbatch in table:
+
+        def passes_of(kind: PassKind, chunk: int) -> list[list[ScheduledPass]]:
             if kind == "F":
-                order += [self.passes("F", number)[microbatch] for number in chunks[chunk]]
-                continue
-            if kind != "W" and chunk == len(chunks) - 1:
-                order += [self.passes("F", number)[microbatch] for number in readings]
-            for number in reversed(chunks[chunk]):
-                if self.has_backward[number] and (self.can_split[number] or kind != "W"):
-                    order.append(self.passes(kind if self.can_split[number] else "B", number)[microbatch])
-        return order
+                return [self.passes("F", number) for number in chunks[chunk]]
+            read = readings if kind != "W" and chunk == len(chunks) - 1 else []
+            return [self.passes("F", number) for number in read] + [
+                self.passes(kind if self.can_split[number] else "B", number)
+                for number in reversed(chunks[chunk])
+                if self.has_backward[number] and (self.can_split[number] or kind != "W")
+            ]
+
+        passes = {each: passes_of(*each) for each in found}
+        return [each[microbatch] for kind, chunk, microbatch in table for each in passes[kind, chunk]]
 
     def parted(self, order: Sequence[ScheduledPass], *, num_whole: int = 0) -> list[ScheduledPass]:
         """``order`` with every backward split that can be.

@@ -41,13 +41,18 @@ def steps(draw: st.DrawFn) -> tuple[Flow, Plan]:
     return flow, simulate(flow, draw(st.integers(1, 5)), Policy(draw(st.sampled_from(POLICIES))))
 
 
-def replayed(plan: Plan, flow: Flow, horizon: int) -> list[int]:
+def replayed(plan: Plan, flow: Flow, horizon: int, gradients: dict[str, int] | None = None) -> list[int]:
     """The peaks, by following each call of each action."""
-    peaks = []
+    sizes, peaks = gradients or {}, []
     for stage, actions in enumerate(plan.stages):
         backward = {(a.segment, a.microbatch): p for p, a in enumerate(actions) if a.kind in "BI"}
         there: set[tuple[int, int]] = set()
+        missing = {call.name for segment, calls in flow.kept.items() if segment.stage == stage for call in calls}
         peak = 0
+
+        def lacking(names: set[str]) -> int:
+            return sum(sizes.get(name, 0) for name in names)
+
         for position, action in enumerate(actions):
             place = (action.segment, action.microbatch)
             if place not in backward:
@@ -65,21 +70,26 @@ def replayed(plan: Plan, flow: Flow, horizon: int) -> list[int]:
 
             alone = flow.num_stages == 1
             if action.kind in "FB":
-                peak = max(peak, resting(there - {place}, position - 1 if alone else position + horizon))
                 others = resting(there - {place}, position - 1 if alone else position + horizon)
+                peak = max(peak, others - lacking(missing))
                 stays = not alone and backward[place] <= position + horizon
                 width = 0 if stays else horizon + 1 if action.kind == "B" else 3
                 for number, call in enumerate(calls):
                     there_now = calls if stays else calls[max(0, number + 1 - width) : number + 1]
                     used = sum(each.saved for each in calls[: number + 1]) + sum(each.offloaded for each in there_now)
-                    peak = max(peak, others + used + (call.again if action.kind == "B" else 0))
+                    # Backward has computed the gradients of the later calls.
+                    later = {each.name for each in calls} - {each.name for each in calls[: number + 1]}
+                    absent = missing - later if action.kind == "B" else missing
+                    peak = max(peak, others + used + (call.again if action.kind == "B" else 0) - lacking(absent))
             else:
                 again = max((call.again for call in calls), default=0) if action.kind == "I" else 0
-                peak = max(peak, resting(there, position if alone else position + horizon) + again)
+                around = resting(there, position if alone else position + horizon)
+                peak = max(peak, around + again - lacking(missing))
             if action.kind == "F":
                 there.add(place)
             elif action.kind in "BW":
                 there.discard(place)
+                missing -= {call.name for call in calls}
         peaks.append(peak)
     return peaks
 
@@ -98,6 +108,20 @@ def test_where_nothing_is_computed_again_the_short_way_finds_the_same(step):
     kept = {segment: [call._replace(again=0, offloaded=0) for call in calls] for segment, calls in flow.kept.items()}
     flow = replace(flow, kept=kept)
     assert list(peak_saved_bytes(plan, flow)) == replayed(plan, flow, 4)
+
+
+@given(steps(), st.integers(1, 6), st.booleans(), st.data())
+def test_gradients_that_do_not_exist_yet_leave_room_at_every_moment(step, horizon, is_plain, data):
+    flow, plan = step
+    if is_plain:
+        kept = {
+            segment: [call._replace(again=0, offloaded=0) for call in calls] for segment, calls in flow.kept.items()
+        }
+        flow = replace(flow, kept=kept)
+    names = {call.name for calls in flow.kept.values() for call in calls}
+    gradients = {name: data.draw(st.integers(0, 50)) for name in sorted(names)}
+    found = peaks(plan, flow, horizon, gradients)
+    assert [peak.total for peak in found] == replayed(plan, flow, horizon, gradients)
 
 
 def test_what_is_computed_again_is_there_once_and_beside_what_comes_before():
