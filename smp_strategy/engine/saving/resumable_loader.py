@@ -1,6 +1,6 @@
 """Resumable iteration over data loaders, with random draws synchronised across ranks.
 
-A :class:`~smp_strategy.distributed.rng_sync.DataReaders` controls the draws. To resume in the middle of a pass, a run
+A :class:`~smp_strategy.engine.data_readers.DataReaders` controls the draws. To resume in the middle of a pass, a run
 needs the remaining batches in the order of that pass, with the random numbers that would have been drawn for them. Data
 loaders do not know their position. So a pass records the states of all generators at its beginning, and counts batches
 [1]. A resumed pass begins with these generators, so its sampler gives the same order, and is brought to the position in
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
-from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.data_readers import BatchSource, DataReaders
 from smp_strategy.engine.saving.rank_generators import packed, unpacked
 from smp_strategy.errors import CheckpointError
 from smp_strategy.model.trace.pytree import Path, items_of, nodes
@@ -105,7 +105,7 @@ class _Counting:
 
     Args:
         collate: the loader's collate function.
-        is_of_numbers: see :class:`~smp_strategy.distributed.rng_sync.BatchSource`.
+        is_of_numbers: see :class:`~smp_strategy.engine.data_readers.BatchSource`.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, is_of_numbers: bool) -> None:

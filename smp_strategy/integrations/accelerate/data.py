@@ -2,7 +2,7 @@
 
 Accelerate shards samples by ``num_processes`` and ``process_index``. The hooks return the number and index of the data
 ranks there, so Accelerate's own code does the sharding. The remaining task is that ranks which read the same samples
-draw the same random numbers (:mod:`smp_strategy.distributed.rng_sync`).
+draw the same random numbers (:mod:`smp_strategy.engine.data_readers`).
 
 [Note: one stream] Between two batches a script may draw random numbers of its own: noise for inputs, on one rank a
 sample to show. In a single process those draws and the data path share one stream. So the ranks of a replica adopt the
@@ -31,8 +31,7 @@ from accelerate.data_loader import (
 from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.data_readers import BatchSource, DataReaders
 from smp_strategy.engine.saving.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
@@ -69,7 +68,10 @@ class LoaderHooks(HookBase):
                     "Set `dispatch_batches=False` in the DataLoaderConfiguration."
                 )
             self._deal_out(prepared)
-        _agree_on_seed(prepared)
+        sampler = get_sampler(prepared)
+        if isinstance(sampler, SeedableRandomSampler):  # each rank has drawn a seed for itself
+            seed = sampler.initial_seed
+            sampler.initial_seed = self.smp.main_calls.decided(lambda: seed, "the seed of a sampler")
         _seed_workers_by(self.process_index, prepared)
         return prepared
 
@@ -223,13 +225,6 @@ def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _Repli
     dispatcher.state = _DispatcherState(session)
     if not isinstance(dispatcher.slice_fn, _ReplicaPart):
         dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
-
-
-def _agree_on_seed(prepared: Any) -> None:
-    """Broadcast the seed of a seedable sampler, which each rank has drawn for itself."""
-    sampler = get_sampler(prepared)
-    if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
 
 
 def _seed_workers_by(data_rank: int, prepared: Any) -> None:

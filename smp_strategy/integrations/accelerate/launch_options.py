@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from smp_strategy.config.config import SMPConfig, option_types, unknown_option
+from smp_strategy.config.degree_check import check_degree
 from smp_strategy.config.parsing import as_dict, as_text, as_tuple, fits, parse
 from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.config.variables import DOOR_OPTIONS, ENV_PREFIX, SELECTED, canonical, resolve_aliases
-from smp_strategy.distributed.mesh_shape import check_degree
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.own_options import take_own, wrong_own
 

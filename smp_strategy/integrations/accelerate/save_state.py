@@ -23,7 +23,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_for_safetensors
 from torch import nn
 
-from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.engine.saving.saved_models.shared_states import snapshot
 from smp_strategy.engine.saving.saved_models.spread_saving import FileNotes, SpreadModel
@@ -76,7 +75,7 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_save_state(self, output_dir: str | None, *, safe_serialization: bool) -> Path:
         """Write a checkpoint. Collective."""
-        target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
+        target = self.smp.main_calls.decided(lambda: self._smp_folder_to_write(output_dir))
         is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
         if is_sharded:
             self._smp_refuse_sharded()
@@ -94,7 +93,7 @@ class StateFolderHooks(SavingHooks):
                 with folders.writing(target):
                     self._smp_describe(staging)
                 self._smp_move_in(staging, target, replaces=folders.STATES)
-                with alike("deleting old checkpoints"):
+                with self.smp.main_calls.together(doing="deleting old checkpoints"):
                     self._smp_delete_oldest(target)
         self.project_configuration.iteration += 1
         return target
@@ -147,7 +146,7 @@ class StateFolderHooks(SavingHooks):
         }
         if hooks:
             weights = list(whole.values())
-            with self._smp_known(weights), alike("running hooks of save_state"):
+            with self._smp_known(weights), self.smp.main_calls.together(doing="running hooks of save_state"):
                 for hook in hooks.values():
                     hook(self._models, weights, str(save.folder))
             whole = dict(enumerate(weights))
@@ -236,9 +235,9 @@ class StateFolderHooks(SavingHooks):
         self, input_dir: str | os.PathLike[str] | None, load_kwargs: dict[str, Any], *, strict: bool
     ) -> None:
         """Load a checkpoint. Collective."""
-        folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
+        folder = self.smp.main_calls.decided(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
-        with alike(f"verifying {folder}"):
+        with self.smp.main_calls.together(doing=f"verifying {folder}"):
             if not folder.is_dir():
                 raise ValueError(
                     f"{folder} exists on rank 0, but not on rank {self.smp.rank}. Use a folder that all nodes share, "
@@ -246,7 +245,7 @@ class StateFolderHooks(SavingHooks):
                 )
             if self.is_local_main_process:
                 folders.verify(folder)
-        with alike(f"loading from {folder}"):
+        with self.smp.main_calls.together(doing=f"loading from {folder}"):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))

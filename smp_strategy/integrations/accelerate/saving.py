@@ -8,7 +8,7 @@ Files are written beside their place and moved there when they are complete
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
-(:mod:`smp_strategy.distributed.rendezvous`).
+(:mod:`smp_strategy.engine.lifecycle.main_process_calls`).
 """
 
 import os
@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from accelerate.utils import save
 from torch import nn
 
-from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.engine.saving.saved_models.pretrained_calls import (
@@ -48,8 +47,6 @@ __all__ = ["OWN_FILE", "SavingHooks"]
 
 OWN_FILE: Final = "smp_strategy.bin"
 _READ: Final = "reading parameters"
-
-T = TypeVar("T")
 
 
 class _ModulePath(NamedTuple):
@@ -145,8 +142,8 @@ class SavingHooks(HookBase):
         """
         place = self._smp_place(model)
         if place is not None:
-            with self.smp.main_calls.together():
-                return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
+            with self.smp.main_calls.together(meeting="accelerator.get_state_dict"):
+                return self._smp_for_writers(self._smp_collected(place.path))
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=False)
         return whole
 
@@ -157,12 +154,11 @@ class SavingHooks(HookBase):
 
     def _smp_everywhere(self, call: str, path: str) -> dict[str, Any]:
         """Gather the full state dict on every rank. Collective."""
-        with self.smp.main_calls.together((call, path)):
-            return on_every_rank(self._smp_collected(call, path))
+        with self.smp.main_calls.together((call, path), call):
+            return on_every_rank(self._smp_collected(path))
 
-    def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
+    def _smp_collected(self, path: str) -> dict[str, Any]:
         """Gather the full state dict on global rank 0. Collective."""
-        meet(call)
         return SpreadModel(self.smp.engine, path, self._smp_aside).gathered_on_first()
 
     @contextmanager
@@ -295,8 +291,7 @@ class SavingHooks(HookBase):
             plan = partial(self._smp_noted, save_model, model, max_shard_size)
             write_together("accelerator.save_model", spread, target, plan, replaces=folders.WEIGHTS)
             return
-        meet("accelerator.save_model")
-        with self._smp_begun(target) as staging:
+        with self.smp.main_calls.together(meeting="accelerator.save_model"), self._smp_begun(target) as staging:
             with folders.writing(target):
                 save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
@@ -361,15 +356,11 @@ class SavingHooks(HookBase):
             return state
         return sent_to_writers(state, writes=self._smp_writes)
 
-    def _smp_told(self, decide: Callable[[], T]) -> T:
-        """Broadcast the result of ``decide`` on global rank 0, or its error. Collective."""
-        return decided_by(0, decide, "a decision of rank 0")
-
     @contextmanager
     def _smp_begun(self, target: Path) -> Iterator[Path]:
         """Yield an empty staging folder for ``target``; it is deleted on failure. Collective."""
-        staging = self._smp_told(lambda: folders.begin(target))
-        with alike(f"making {staging}"):
+        staging = self.smp.main_calls.decided(lambda: folders.begin(target))
+        with self.smp.main_calls.together(doing=f"making {staging}"):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
         with folders.filling(staging, target, is_mine=self.is_local_main_process):
@@ -378,6 +369,6 @@ class SavingHooks(HookBase):
     def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
         """Move the complete staging folder to its place. Collective."""
         for turn in (self.is_main_process, self.is_local_main_process):
-            with alike(f"moving files to {target}"):
+            with self.smp.main_calls.together(doing=f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)

@@ -16,21 +16,20 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.engine_parts import unset
+from smp_strategy.engine.hooks.run_hook import refuse_history
 from smp_strategy.engine.lifecycle.main_process_calls import MainProcessCalls
 from smp_strategy.engine.lifecycle.run_lifecycle import begin_run, of_fields, of_options, of_process
 from smp_strategy.engine.model_calls.model_calls import ModelCalls
 from smp_strategy.engine.saving.async_saves import AsyncSaves
 from smp_strategy.engine.saving.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.engine.updates.grad_scaler import GradScaler
-from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.errors import DoorWords, SMPError
 
 __all__ = ["WORDS", "HookBase", "Session", "settings_of_accelerator", "settings_of_plugin"]
 
@@ -166,12 +165,7 @@ class Session:
         with self.main_calls.together(meeting="accelerator.smp.with_weights"):
             self._engine.reduce_gradients()
             found = self._engine.run_hook(function)
-        if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):
-            raise UnsupportedError(
-                "What the function of `with_weights` returns comes out without a history: a loss that it is added to "
-                "would not train the weights for it. Call `with_weights` under `torch.no_grad()` if that is right; "
-                "compute a penalty for weights in the `forward` of the model, or use `weight_decay` of the optimizer."
-            )
+        refuse_history(found, "with_weights")
         return found
 
     def figures(self) -> dict[str, float]:
@@ -243,10 +237,6 @@ def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
     others = config.shard_optimizer_state or config.sharded_data_parallel_degree * config.tensor_parallel_degree > 1
     degree = 1 if others else world_size
     return dataclasses.replace(config, pipeline_parallel_degree=degree, microbatches=config.num_microbatches(degree))
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 class HookBase(Accelerator):  # type: ignore[misc]  # published without type information

@@ -21,6 +21,7 @@ from smp_strategy.engine.lifecycle.crash_report import has_crashed
 from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.engine.model_calls.lent_weights import LentWeights
 from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
+from smp_strategy.engine.pretrained import has_values, read_now
 from smp_strategy.engine.updates.grad_scaler import GradScaler
 from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.engine.updates.optimizer_steps import trains
@@ -34,7 +35,6 @@ from smp_strategy.integrations.accelerate.validation import (
     refuse_foreign,
     second_model,
 )
-from smp_strategy.model.deferred_tensor import lacks_values, read_now
 
 __all__ = ["PreparedModel", "TrainingHooks"]
 
@@ -200,7 +200,7 @@ class TrainingHooks(HookBase):
         prepared, first = unwrapped(self._optimizers), holder or models.chosen
         if models.may_stay_whole(model, prepared):
             return first not in (None, model)
-        if holder is not None and models.may_stay_whole(holder, prepared) and not _on_meta(holder):
+        if holder is not None and models.may_stay_whole(holder, prepared) and has_values(holder):
             engine = self._smp_remove()
             assert engine is not None
             engine.restore_everywhere()
@@ -368,10 +368,6 @@ class TrainingHooks(HookBase):
             self.smp.main_calls.arrive()
         self.smp.close()
         return True
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(lacks_values(parameter) for parameter in model.parameters())
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:

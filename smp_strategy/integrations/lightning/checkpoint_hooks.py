@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.rank_group import RankGroup
 from smp_strategy.engine.run_outcome import have_all_stopped
 from smp_strategy.engine.saving.async_saves import AsyncSaves
 from smp_strategy.engine.saving.checkpoint_content import (
@@ -104,7 +104,7 @@ class CheckpointHooks:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights under their plain names; see the module docstring for the two forms. Collective."""
         self._refuse_alone()
-        meet("trainer.save_checkpoint")
+        RankGroup().wait("`trainer.save_checkpoint`")
         if self._is_sharded:
             return with_all_names(self._engine().saved.held_state(())["state_dict"])
         return described_elsewhere(self._streamed.state_dict())

@@ -30,12 +30,10 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.distributed.failure import publish_own
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.degrees import check_degrees
-from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.engine import BatchSource, Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit
+from smp_strategy.engine.lifecycle.run_lifecycle import fail_run, leave_at_exit
 from smp_strategy.engine.pretrained import deferring
 from smp_strategy.engine.updates.grad_scaler import GradScaler
 from smp_strategy.engine.updates.optimizer_steps import (
@@ -463,7 +461,7 @@ class StrategyHooks(DelegatingStrategy):
         """Publish the error to the other ranks, and end child processes that wait for this one."""
         self._has_failed = True
         end_as_stopped(exception, self.tree)
-        publish_own(exception)
+        fail_run(exception)
         if self._launcher is not None:
             # Ranks that only wait for this one cannot notice the error while it lives, and have none of their own.
             patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import Optimizer
 
+from smp_strategy import hierarchical_allreduce_hook
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.engine.model_calls.model_outputs import pack
@@ -135,8 +135,8 @@ class DistributedModel(LocalParts):
         self._was_told = False
         # Ranks that split layers between them may have read samples of their own.
         kind = "mp" if run.config.prescaled_batch else "pp"
-        group, tell = run.process_group(kind), lambda: run.note(_SENT)
-        self._same_batches = SameBatches(run.members(kind), group, "a step with `@smp.step`", tell)
+        group, tell = run.groups[kind], lambda: run.note(_SENT)
+        self._same_batches = SameBatches(group.members, group.group, "a step with `@smp.step`", tell)
         name_layers(module)
         module._apply(self._prepared)
         self._start(config)

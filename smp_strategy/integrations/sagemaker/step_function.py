@@ -168,9 +168,8 @@ def _decorated(function: Function, *, whole: Sequence[str], axes: Mapping[str, i
                 "`detach_outputs=False` has no effect: backward is over when a step returns, so its outputs are "
                 "detached."
             )
-        model = current_run().model_in((args, kwargs))
         inputs = StepInputs(signature, args, kwargs, whole=whole, axes=axes)
-        return model.run_step(function, inputs)
+        return current_run().model_in(inputs.leaves).run_step(function, inputs)
 
     return run
 
