@@ -18,6 +18,7 @@ With ``dispatch_batches`` only the main process reads and sends, and each rank s
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -93,23 +94,14 @@ class LoaderHooks(HookBase):
 
 @final
 class ActiveLoader:
-    """The prepared loader that the script is iterating over.
-
-    Args:
-        session: shared state of the Accelerator's hooks.
-        state: Accelerate's gradient state, which tracks the active loader.
-    """
+    """The prepared loader that the script is iterating over, of which Accelerate's gradient ``state`` keeps track."""
 
     def __init__(self, session: Session, state: GradientState) -> None:
         self._session = session
         self._state = state
 
     def check_even(self, training: bool) -> None:
-        """Check before a step that replicas which wait for each other have equally many batches.
-
-        Raises:
-            UnsupportedError: some have one more; they would wait forever.
-        """
+        """Refuse a step of replicas that wait for each other, some of which have one batch more."""
         loader, session = self._state.active_dataloader, self._session
         need_each_other = training or session.shape.dp_shard > 1 or not session.config.prescaled_batch
         if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
@@ -194,16 +186,6 @@ class _PassStart:
 
 
 @final
-class _DispatcherState:
-    """Process state as a dispatcher sees it: the main process reads one batch for each replica."""
-
-    def __init__(self, session: Session) -> None:
-        self.process_index = session.rank
-        self.num_processes = session.num_data_ranks
-        self.device = session.device
-
-
-@final
 class _ReplicaPart:
     """Slice function of a dispatcher: cuts this replica's part out of a batch. All ranks call it with one batch."""
 
@@ -222,7 +204,9 @@ class _ReplicaPart:
 
 
 def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _ReplicaStream) -> None:
-    dispatcher.state = _DispatcherState(session)
+    # The main process reads one batch for each replica.
+    counts = {"process_index": session.rank, "num_processes": session.num_data_ranks}
+    dispatcher.state = SimpleNamespace(**counts, device=session.device)
     if not isinstance(dispatcher.slice_fn, _ReplicaPart):
         dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
 

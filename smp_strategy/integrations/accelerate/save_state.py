@@ -27,8 +27,8 @@ from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.engine.saving.saved_models.shared_states import snapshot
 from smp_strategy.engine.saving.saved_models.spread_saving import FileNotes, SpreadModel
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
-from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate import rng_files, state_files
+from smp_strategy.integrations.accelerate.optimizer import is_optimizer, leave_file, unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
 
 __all__ = ["StateFolderHooks"]
@@ -274,7 +274,7 @@ class StateFolderHooks(SavingHooks):
                 continue
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
             self.load_optimizer_state_dict(optimizer, state_files.state(path, "param_groups", **load_kwargs))
-            full_states.leave_file(optimizer)
+            leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each), load_kwargs)
@@ -301,14 +301,14 @@ class StateFolderHooks(SavingHooks):
         """State of an object that was registered for checkpointing. Collective if it is a partitioned one."""
         if isinstance(custom, nn.Module):
             return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
-        if full_states.is_optimizer(custom):
+        if is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()
 
     def _smp_load_into(self, custom: Any, state: Any) -> None:
         if isinstance(custom, nn.Module):
             self.load_model_state_dict(custom, state)
-        elif full_states.is_optimizer(custom):
+        elif is_optimizer(custom):
             self.load_optimizer_state_dict(custom, state)
         else:
             custom.load_state_dict(state)
@@ -363,13 +363,7 @@ def _write_file(model: SpreadModel, path: Path) -> None:
 
 @final
 class _FolderSave:
-    """A checkpoint folder being written, either synchronously or later by a thread.
-
-    Args:
-        folder: exists already.
-        target: the place that the folder will move to, for messages.
-        is_later: whether to collect the work in :attr:`jobs`.
-    """
+    """A checkpoint folder that will move to ``target``: it is filled now, or later by the :attr:`jobs` of a thread."""
 
     def __init__(self, folder: Path, target: Path, *, is_later: bool) -> None:
         self.folder, self.target, self.is_later = folder, target, is_later

@@ -6,6 +6,7 @@ is not certain when it is prepared; a frozen one, or one in evaluation mode that
 partitioned until a trained one comes.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,12 +42,7 @@ __all__ = ["PreparedModel", "TrainingHooks"]
 
 @final
 class PreparedModel:
-    """Choice of the model to partition, out of all prepared models.
-
-    Attributes:
-        chosen: the model to be partitioned, out of those that are prepared together.
-        others: models that are whole on every rank.
-    """
+    """Choice of the model to partition, out of those that are prepared together; others are whole on every rank."""
 
     def __init__(self) -> None:
         self.chosen: nn.Module | None = None
@@ -141,8 +137,9 @@ class TrainingHooks(HookBase):
             return model
         refuse_compiled(model)
         is_other = self._smp_is_other(model, evaluation_mode)
-        handler = self.ddp_handler
-        config = self.smp.config_of_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
+        config, handler = self.smp.config, self.ddp_handler
+        if handler is not None and not handler.broadcast_buffers:  # replicas keep their own
+            config = dataclasses.replace(config, broadcast_buffers=False)
         left = None if is_other else engine_left(model, config, self.smp.device, self.smp.timeout)
         if left is None:
             restore_left(model)

@@ -62,12 +62,7 @@ PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 class CheckpointHooks:
     """Saving and loading of one strategy, in both forms.
 
-    Args:
-        strategy: the Lightning strategy; its module, optimizers, ranks and ``CheckpointIO`` are those of the run.
-        config: returns the options; users may replace ``strategy.config`` between calls.
-        tree: the Lightning tree in use.
-        engine: returns the engine of the run.
-        resume: adds and loads the state for exact resumption.
+    Users may replace ``strategy.config`` between calls, so options and engine are asked for.
 
     Attributes:
         looking_plain: context in which parts of the module have no patches of this package.
@@ -244,10 +239,7 @@ class CheckpointHooks:
     ) -> dict[str, Any]:
         """Read a checkpoint; see :func:`~smp_strategy.engine.saving.checkpoint_content.read_checkpoint`.
 
-        Args:
-            checkpoint_path: file, directory or URL.
-            weights_only: ``None``: the value of the option ``checkpoint_weights_only``.
-            plain: Lightning's own ``load_checkpoint``.
+        Without ``weights_only`` the option ``checkpoint_weights_only`` decides; ``plain`` is Lightning's own method.
         """
         if self._saves is not None:
             self._saves.wait()
@@ -260,10 +252,7 @@ class CheckpointHooks:
     def load_model_state_dict(self, engine: Engine | None, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of the weights; before the first step that is all of them.
 
-        Args:
-            engine: that of the latest run, which may have trained another module.
-            checkpoint: see :meth:`load_checkpoint`.
-            strict: whether all names must match.
+        ``engine`` is that of the latest run, which may have trained another module.
         """
         module = self._strategy.lightning_module
         assert module is not None
@@ -330,11 +319,7 @@ class CheckpointHooks:
             raise
 
     def begin_run(self, trainer: Any, patches: ExitStack) -> None:
-        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close.
-
-        Raises:
-            UnsupportedError: what they will save cannot be written.
-        """
+        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close."""
         if self._is_sharded and trainer.checkpoint_callback is not None and trainer.state.fn == "fit":
             self._refuse_plugins(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
         self._saves = AsyncSaves(in_background=self._config().async_save)

@@ -43,13 +43,8 @@ _ADVICE = (
 class DataRngSync(OwnStream):
     """The random number stream of the data path. See [Note: data stream].
 
-    Args:
-        engine: the engine of the run.
-        is_joint: whether tensor-parallel ranks read alike, too.
-        shares: whether the first rank of a replica sends its batches to the others.
-
-    Attributes:
-        data_ranks: the global ranks that read each share of the samples.
+    ``is_joint``: tensor-parallel ranks read alike, too. ``data_ranks``: the global ranks that read each share of the
+    samples.
     """
 
     def __init__(self, engine: Engine, *, is_joint: bool = True, shares: bool = False) -> None:

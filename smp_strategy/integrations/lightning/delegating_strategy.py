@@ -44,12 +44,7 @@ _REDUCE = "`sync_dist=True` or `strategy.reduce`"
 
 
 class DelegatingStrategy(Host):
-    """A Lightning strategy that owns its parts and passes calls on to them.
-
-    Args:
-        config: all options.
-        arguments: for Lightning's base class.
-    """
+    """A Lightning strategy that owns its parts and passes calls on to them."""
 
     tree: Tree
     """The Lightning tree that this class was made for."""

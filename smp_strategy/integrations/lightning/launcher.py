@@ -15,7 +15,6 @@ Like Lightning's launcher it runs the script again for each further rank. It dif
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import new_class
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -148,18 +147,14 @@ def start_new_job() -> None:
 def make_launcher(tree: Tree, environment: Any, num_processes: int, num_nodes: int) -> "SMPLauncherHooks":
     """The launcher for one Lightning tree."""
     base = tree.pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
-    launcher: type[SMPLauncherHooks] = new_class(
-        "SMPLauncher", (SMPLauncherHooks, base), exec_body=lambda names: names.update(tree=tree)
+    launcher: SMPLauncherHooks = tree.subclass("SMPLauncher", SMPLauncherHooks, base)(
+        environment, num_processes, num_nodes
     )
-    return launcher(environment, num_processes, num_nodes)
+    return launcher
 
 
 def refuse_ranks_of_mpi(environ: Mapping[str, str]) -> None:
-    """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own.
-
-    Raises:
-        ConfigError: several processes were started.
-    """
+    """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own."""
     started = next((environ[name] for name in _OF_MPI if name in environ), "1")
     if started != "1":
         raise ConfigError(

@@ -64,13 +64,7 @@ def changes_of(batch: Any, before: Mapping[Any, Any]) -> BatchChanges | None:
 
 
 def apply_changes(batch: Any, changes: Sequence[BatchChanges | None], sizes: Sequence[int]) -> None:
-    """Change ``batch`` as its microbatches have been changed.
-
-    Args:
-        batch: Batch of the step.
-        changes: Changes of each microbatch, with real tensors.
-        sizes: Number of samples in each microbatch.
-    """
+    """Change ``batch`` as its microbatches have been changed; ``sizes`` count their samples."""
     found = [(each, size) for each, size in zip(changes, sizes, strict=True) if each is not None]
     if not found:
         return
@@ -123,8 +117,7 @@ def run_training_step(
         reduce: returns whether this batch ends the accumulation window; asked before the step and when the gradients
             are handed over.
         continues: whether gradients are added to those of earlier batches.
-        factor: factor of the loss before its backward: the float16 scale, divided by the number of accumulated
-            batches.
+        factor: factor of the loss before its backward.
 
     Returns:
         The merged outputs of the step; the loss hands its gradients over in ``backward()``.
@@ -166,9 +159,7 @@ def run_eval_step(
 ) -> Any:
     """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs.
 
-    Args:
-        context: entered around the forward of each microbatch.
-        is_joint: whether all ranks of a replica have read this batch.
+    ``is_joint``: all ranks of a replica have read this batch.
     """
     recorder = _recorder(engine, module, is_joint=is_joint)
     step = _microbatch_step(module, name, recorder, args[1:], context)

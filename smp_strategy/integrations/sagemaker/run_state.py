@@ -36,29 +36,15 @@ _AXES: Final[Mapping[str, tuple[str, ...]]] = {
 
 @final
 class RunState:
-    """Options, place of this rank, models and optimizers of a script.
-
-    The default process group must exist. Collective.
-
-    Args:
-        given: configuration of SageMaker's library.
-        device: compute device of this rank.
+    """Options, place of this rank, models and optimizers of a script. Its construction is collective.
 
     Attributes:
         parameters: SageMaker's parameters as given.
-        config: the options.
-        device: as given.
-        rank: global rank of this process.
         shape: degrees and rank order.
         groups: groups of this rank, by kind.
-        delays: whether models that are being created get their values later.
-        models: models that are wrapped.
-        optimizers: optimizers that are wrapped.
+        models, optimizers: those that are wrapped.
         noted: notes that were given already.
         at_end: called when the run ends.
-
-    Raises:
-        ConfigError: the degrees do not fit the number of ranks.
     """
 
     def __init__(self, given: SageMakerConfig, device: torch.device) -> None:
@@ -67,7 +53,6 @@ class RunState:
         self.device = device
         self.rank = dist.get_rank()
         self.shape = shape_with(self.config, self.config.pipeline_parallel_degree or 1)
-        self.delays = False
         self.models: list[DistributedModel] = []
         self.optimizers: list[DistributedOptimizer] = []
         self.noted: set[str] = set()

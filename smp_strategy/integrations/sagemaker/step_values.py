@@ -52,17 +52,7 @@ class _Slicer:
 
 @final
 class StepInputs:
-    """Arguments of a call of a step.
-
-    Args:
-        signature: of the function.
-        args, kwargs: the arguments.
-        whole: names of arguments that are not cut.
-        axes: dim along which others are cut, by name.
-
-    Attributes:
-        batch: what is cut, by names that messages show.
-    """
+    """Arguments of a call of a step. ``batch`` is what is cut, by names that messages show."""
 
     def __init__(
         self,
@@ -214,12 +204,7 @@ def _added(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the results of microbatches: tensors become a :class:`StepOutput` each, other values lists.
-
-    Args:
-        results: result of each microbatch.
-        sizes: number of samples in each.
-    """
+    """Join the results of microbatches: tensors become a :class:`StepOutput` each, other values lists."""
 
     def join(values: Sequence[Any]) -> Any:
         if all(isinstance(value, Tensor) for value in values):
