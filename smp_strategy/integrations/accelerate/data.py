@@ -59,7 +59,8 @@ class LoaderHooks(HookBase):
         Raises:
             UnsupportedError: ``dispatch_batches`` with a stateful loader, whose state counts batches by process.
         """
-        self._catch_passes()
+        # All instances of this class are one. Each loader calls this when a pass begins.
+        self.gradient_state._add_dataloader = _PassStart(self.smp)
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if isinstance(prepared, DataLoaderDispatcher):
             if prepared.use_stateful_dataloader and self.num_processes != self.state.num_processes:
@@ -68,7 +69,7 @@ class LoaderHooks(HookBase):
                     f"process ({self.state.num_processes}), of which {self.num_processes} read samples of their own. "
                     "Set `dispatch_batches=False` in the DataLoaderConfiguration."
                 )
-            self._deal_out(prepared)
+            _deal_out(prepared, self.smp, _ReplicaStream(self.smp))
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):  # each rank has drawn a seed for itself
             seed = sampler.initial_seed
@@ -81,15 +82,8 @@ class LoaderHooks(HookBase):
         rest = super().skip_first_batches(dataloader, num_batches)
         if isinstance(rest, DataLoaderDispatcher):
             rest.slice_fn = dataloader.slice_fn
-            self._deal_out(rest)
+            _deal_out(rest, self.smp, _ReplicaStream(self.smp))
         return rest
-
-    def _catch_passes(self) -> None:
-        # All instances of this class are one. Each loader calls this when a pass begins.
-        self.gradient_state._add_dataloader = _PassStart(self.smp)
-
-    def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
-        _deal_out(dispatcher, self.smp, _ReplicaStream(self.smp))
 
 
 @final
@@ -153,13 +147,9 @@ class _ReplicaStream(DataReaders):
         self._pass_by()
         self.take_over(device=self._device)
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
-        """Compare the first batches. Collective."""
-        return self.agreed(batch, read)
-
-    def ended(self) -> None:
-        """Compare the ends of short passes. Collective."""
-        self.agree_on_end()
+    # Ranks compare the first batches, and the ends of short passes.
+    arrived = DataReaders.agreed
+    ended = DataReaders.agree_on_end
 
 
 @final

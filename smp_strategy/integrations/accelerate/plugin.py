@@ -159,12 +159,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         self.loss_in_model, self.loss_reduction, self.training_outputs = own
 
     def __repr__(self) -> str:
-        given = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name not in _BASE_NAMES and getattr(self, field.name) != field.default
-        ]
-        return f"SMPPlugin({', '.join(given)})"
+        return f"SMPPlugin({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that differ from their defaults; Transformers stores them with the training arguments."""

@@ -13,12 +13,14 @@ Like Lightning's launcher it runs the script again for each further rank. It dif
 """
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from smp_strategy.config.special_paths import started_in
 from smp_strategy.engine.lifecycle.crash_report import culprit_of, keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Host
 else:
     Host = object  # make_launcher() adds the base class of the tree in use
-import sys
-from collections.abc import Iterable, Sequence
-
-from smp_strategy.config.special_paths import started_in
 
 __all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
 

@@ -15,7 +15,7 @@ no hook is skipped: see [Note: commit] in :mod:`smp_strategy.engine.step_results
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -157,12 +157,6 @@ def passing_over_skipped(
         yield
 
 
-class ClipGradNorm(Protocol):
-    """Gradient clipping by the norm over all ranks' gradients, each counted once."""
-
-    def __call__(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
-
-
 def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
     """Zero the gradients before a step instead of after it: the step runs backward, and would hold both in memory."""
     for optimizer in optimizers:
@@ -173,7 +167,7 @@ def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
 def for_all_ranks(
     plugin: Any,
     tree: Tree,
-    clip_grad_norm: ClipGradNorm,
+    clip_grad_norm: Callable[[list[nn.Parameter], float], Tensor],
     begin_update: Callable[[Any], object],
     scaler_of: Callable[[Any], GradScaler | None],
 ) -> Any:
