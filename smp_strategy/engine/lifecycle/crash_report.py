@@ -121,10 +121,13 @@ def culprit_of(error: Exception) -> Exception:
     return culprit
 
 
-def publish_end(rank: int, pid: int, code: int) -> str:
-    """Publish, on its behalf, how the process of ``rank`` has ended; returns a sentence about it."""
+def publish_end(rank: int, pid: int, code: int, *, is_over: bool = False) -> str:
+    """Publish, on its behalf, how the process of ``rank`` has ended; returns a sentence about it.
+
+    If the run ``is_over`` nobody needs to know, and rank 0, which has the store, may be gone.
+    """
     story = how_it_ended(pid, code)
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_over:
         # A connection of its own: the main thread may block on the existing one.
         with suppress(RuntimeError):
             publish(default_store().clone(), rank, story)  # type: ignore[attr-defined]

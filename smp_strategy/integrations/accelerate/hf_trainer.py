@@ -92,7 +92,7 @@ class ReplicaArguments:
 
 
 def count_replicas(args: Any, num_data_ranks: int, data_rank: int) -> None:
-    """Let ``args``, which are ``TrainingArguments``, count data ranks, and be those of the given one."""
+    """Let ``TrainingArguments`` count data ranks; this process reads the samples of ``data_rank``."""
     stock = getattr(type(args), "stock", type(args))
     counts = {"num_data_ranks": num_data_ranks, "data_rank": data_rank}
     args.__class__ = subclass_of(stock, ReplicaArguments, stock=stock, **counts)

@@ -365,7 +365,7 @@ class SavingHooks(HookBase):
 def _load_model(
     engine: Engine | None, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load a full state dict, which may list tied tensors under only one of their names; without an engine all of it.
+    """Load a full state dict, which may list tied tensors under one name; no ``engine``: this rank has all.
 
     Returns:
         Names that are missing in ``state``, and unexpected ones.

@@ -108,9 +108,8 @@ class Children:
                 process.wait(timeout=max(deadline - time.monotonic(), 0))
             if _has_failed(process):
                 logging.shutdown()
-                _leave(
-                    f"rank {rank} failed at the end of the run: {publish_end(rank, process.pid, process.returncode)}", 1
-                )
+                story = publish_end(rank, process.pid, process.returncode, is_over=True)
+                _leave(f"rank {rank} failed at the end of the run: {story}", 1)
 
     def _end_all(self, number: int, frame: object) -> None:
         """Handle SIGTERM until Lightning does: pass it on to the children, then end this process."""

@@ -28,7 +28,7 @@ __all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
 
 
 def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
-    """The devices of this machine when torchrun (or its like) has started the processes, of which there are as many."""
+    """The devices of this machine when torchrun (or its like) has started as many processes, else an error."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
     if started == len(devices):
         return devices
