@@ -14,6 +14,7 @@ In reading order:
 * ``keywords``: the same for type checkers and editors, generated.
 * ``parsing``: type checks of values, and values from text.
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
+* ``degree_check``: whether degrees fit the number of ranks and of units.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
 * ``special_paths``: working directory in which the script was started; devices and FIFOs, which no save replaces.
 

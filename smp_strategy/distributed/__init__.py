@@ -18,7 +18,7 @@ Reading order:
 * ``door_words``: the calls of Lightning, Accelerate or SageMaker that errors name as a remedy.
 * ``peer_processes``: how processes of other ranks of this machine have ended, as long as the system tells it.
 * ``failure``, ``shutdown``: first failure on every rank, clean-up at exit.
-* ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
+* ``rng_state``: states of random generators.
 * ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.
 * ``torch_private``: private functions of PyTorch, in one place.
 * ``balance``, ``buckets``: greedy balancing (LPT); many small tensors in few messages.

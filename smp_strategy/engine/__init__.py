@@ -21,6 +21,9 @@ It is the one place that knows every part of the package. In reading order:
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
 * ``join_results.py``, ``own_samples.py``, ``data_ranks.py``: results of microbatches as those of the batch; a rank's
   own samples; gathering and reducing over ranks that read such.
+* ``data_readers.py``: random draws of ranks that read the same samples.
+* ``rank_group.py``: values that ranks exchange outside of steps.
+* ``module_marks.py``: marks of users on modules.
 * ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
   comes later, whose loss the caller computes, or that runs backward itself.
 * ``repeated_step.py``: the state before a step, for running it once more in another way.

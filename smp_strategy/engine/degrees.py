@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.degree_check import check_degree
 from smp_strategy.config.sizes import show_count
-from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
+from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.distributed.topology import find_node_size
 from smp_strategy.engine.given_partition import choose_placed_units
 from smp_strategy.errors import ConfigError

@@ -28,7 +28,6 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel.grad_norm import UnscaleResult
 from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
 from smp_strategy.engine import new_step_kinds, run_step
 from smp_strategy.engine.commands.profiling_run import profiled
@@ -49,6 +48,7 @@ from smp_strategy.engine.run_outcome import RunOutcome
 from smp_strategy.engine.saving.checkpointing import SavedState
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.errors import SMPError
+from smp_strategy.model.samples import BatchSource
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.shared_tensors.glue_parameters import NewUseError
 from smp_strategy.planning.partition.partition import Partition
@@ -56,7 +56,7 @@ from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
-__all__ = ["Engine"]
+__all__ = ["BatchSource", "Engine", "ProcessMesh"]  # with types of its attributes, for annotations
 
 LossOf = Callable[[Any], Tensor | None]
 

@@ -14,7 +14,7 @@ be counts, the result contains a :class:`NotJoined` in their place, which raises
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType, SimpleNamespace
 from typing import Any, final
 
@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import Path, are_alike, is_list, rebuild_mapping
-from smp_strategy.model.trace.pytree import has_tensors
+from smp_strategy.model.trace.pytree import flatten, flatten_output, has_tensors, is_opened_value
 
-__all__ = ["StepArgument", "NotJoined", "given", "merge", "refuse_not_joined"]
+__all__ = ["StepArgument", "NotJoined", "by_leaf", "given", "merge", "opened", "refuse_not_joined"]
 
 
 class StepArgument(int):
@@ -117,6 +117,30 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
     if isinstance(first, (Distribution, SimpleNamespace)) and has_tensors(first):
         return _merge_attributes(outputs, sizes, path)
     return _merge_values(outputs, sizes, path)
+
+
+def opened(value: Any) -> tuple[list[Any], Any]:
+    """Leaves of an argument or a result of a step, and its structure; packed sequences are leaves."""
+    if isinstance(value, PackedSequence):
+        return pytree.tree_flatten(value, lambda node: isinstance(node, PackedSequence))
+    return flatten_output(value)
+
+
+def by_leaf(outputs: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+    """Join the results of the microbatches leaf by leaf; containers that differ between them count as leaves."""
+    flat = [flatten(output, lambda node: type(node) is torch.Size, is_opened_value) for output in outputs]
+    if any(structure != flat[0][1] for _, structure in flat):
+        flat = [_contents(output) for output in outputs]
+    structure = flat[0][1]
+    if structure.is_leaf() or any(other != structure for _, other in flat):
+        return join(outputs)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([by_leaf(leaves, join) for leaves in columns], structure)
+
+
+def _contents(value: Any) -> tuple[list[Any], Any]:
+    """Direct contents of a container."""
+    return flatten(value, lambda node: node is not value)
 
 
 def _merge_attributes(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> Any:

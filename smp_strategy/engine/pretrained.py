@@ -22,15 +22,15 @@ from unittest.mock import patch as replaced
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.checkpoint.storage.weight_file import FileRuns
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.variables import is_selected
 from smp_strategy.errors import DamagedError, UnsupportedError
-from smp_strategy.model.deferred_tensor import ReadRun, defer
+from smp_strategy.model.deferred_tensor import DeferredTensor, ReadRun, defer, lacks_values, undefer
 
-__all__ = ["deferring", "patch", "set_deferring"]
+__all__ = ["deferring", "has_values", "patch", "read_now", "set_deferring"]
 
 TRANSFORMERS: Final = "transformers.modeling_utils"
 PEFT: Final = "peft.tuners.tuners_utils"
@@ -64,6 +64,18 @@ def _is_deferring() -> bool:
     if said is not None or not is_selected(os.environ):
         return bool(said)
     return SMPConfig.from_variables(os.environ).delayed_parameter_initialization
+
+
+def has_values(root: nn.Module) -> bool:
+    """Whether all parameters of ``root`` have values in memory."""
+    return not any(map(lacks_values, root.parameters()))
+
+
+def read_now(root: nn.Module) -> None:
+    """Give all deferred tensors of ``root`` their values, in place."""
+    for tensor in (*root.parameters(), *root.buffers()):
+        if isinstance(tensor, DeferredTensor):
+            undefer(tensor, read=True)
 
 
 def patch(module: ModuleType) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, compare_with_earlier
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.commands.profiling_run import end_if_profiled
 from smp_strategy.engine.engine_parts import EngineParts
 from smp_strategy.engine.figures.first_step_report import describe_first_step
@@ -29,6 +28,7 @@ from smp_strategy.engine.figures.microbatch_notes import (
 from smp_strategy.engine.new_step_kinds import FirstStep, on_weights
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
+from smp_strategy.model.samples import BatchSource
 from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.recording import Recorded

@@ -36,7 +36,6 @@ __all__ = [
     "entries_of",
     "lacks_values",
     "own_values",
-    "read_now",
     "run_of",
     "undefer",
 ]
@@ -495,13 +494,6 @@ def undefer(tensor: DeferredTensor, *, read: bool = False) -> Tensor:
     for name in _OWN_ATTRIBUTES:
         vars(tensor).pop(name, None)
     return tensor if has_values else source
-
-
-def read_now(root: nn.Module) -> None:
-    """Give all deferred tensors of ``root`` their values, in place."""
-    for tensor in (*root.parameters(), *root.buffers()):
-        if isinstance(tensor, DeferredTensor):
-            undefer(tensor, read=True)
 
 
 def _meta(tensor: Tensor) -> Tensor:

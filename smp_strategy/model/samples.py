@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 
 __all__ = [
+    "BatchSource",
     "Path",
     "Samples",
     "are_alike",
@@ -48,6 +48,19 @@ __all__ = [
 Path = tuple[Any, ...]
 Visit = Callable[[Path, Any], Any]
 _PLAIN = (str, bytes, Number, type(None), dict, list, type)
+
+
+class BatchSource(NamedTuple):
+    """Composition of a batch, as its data loader knows it."""
+
+    number: int
+    """Number of samples in it."""
+    lists: frozenset[tuple[Any, ...]] = frozenset()
+    """Paths of lists in it with one tensor per sample."""
+    others: tuple[int, ...] = ()
+    """Numbers of samples that other loaders have put into it."""
+    is_of_numbers: bool = False
+    """Whether the loader has asked for samples by numbers, which all ranks of a replica draw alike."""
 
 
 @final

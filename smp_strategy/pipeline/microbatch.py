@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import (
+    BatchSource,
     Path,
     Samples,
     find_samples,

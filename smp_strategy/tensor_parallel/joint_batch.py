@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.tensor_group import TensorGroup
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import (
+    BatchSource,
     Path,
     Samples,
     find_samples,

@@ -5,9 +5,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from smp_strategy.engine.engine_parts import EngineParts
+import torch
+from torch import Tensor
 
-__all__ = ["run_hook"]
+from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.pytree import flatten
+
+__all__ = ["refuse_history", "run_hook"]
 
 
 def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
@@ -25,6 +30,20 @@ def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
         return views.run_ahead(hook, opened, lambda: parts.calls.runtime is not None)
     with opened() as real:
         return real(hook())
+
+
+def refuse_history(result: Any, call: str) -> None:
+    """Refuse the result of a hook, which a ``call`` returns, if it might be expected to carry gradients."""
+    if torch.is_grad_enabled() and any(map(_is_floating, flatten(result)[0])):
+        raise UnsupportedError(
+            f"What the function of `{call}` returns comes out without a history: a loss that it is added to "
+            f"would not train the weights for it. Call `{call}` under `torch.no_grad()` if that is right; "
+            "compute a penalty for weights in the `forward` of the model, or use `weight_decay` of the optimizer."
+        )
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 @contextmanager

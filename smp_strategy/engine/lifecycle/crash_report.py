@@ -11,6 +11,7 @@ prints all of them.
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,11 +21,11 @@ from typing import Any, Final, NoReturn
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import blame, is_library, publish, publish_own, shortened
-from smp_strategy.distributed.peer_processes import how_it_ended
+from smp_strategy.distributed.peer_processes import how_it_ended, is_stopped
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import PeerFailedError, SMPError, is_of_disk
 
-__all__ = ["chosen", "culprit_of", "has_crashed", "keep_short", "publish_end", "shorten"]
+__all__ = ["chosen", "culprit_of", "has_crashed", "keep_short", "publish_end", "shorten", "stopped_for"]
 
 # Most frames shown: the outermost ones, and those near the error.
 _NUM_FIRST, _NUM_LAST = 2, 6
@@ -120,14 +121,25 @@ def culprit_of(error: Exception) -> Exception:
     return culprit
 
 
-def publish_end(rank: int, pid: int, code: int) -> str:
-    """Publish, on its behalf, how the process of ``rank`` has ended; returns a sentence about it."""
+def publish_end(rank: int, pid: int, code: int, *, is_over: bool = False) -> str:
+    """Publish, on its behalf, how the process of ``rank`` has ended; returns a sentence about it.
+
+    If the run ``is_over`` nobody needs to know, and rank 0, which has the store, may be gone.
+    """
     story = how_it_ended(pid, code)
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_over:
         # A connection of its own: the main thread may block on the existing one.
         with suppress(RuntimeError):
             publish(default_store().clone(), rank, story)  # type: ignore[attr-defined]
     return story
+
+
+def stopped_for(pid: int, since: dict[int, float]) -> float:
+    """Seconds for which a process of this machine has been stopped; ``since`` keeps when that was seen first."""
+    if not is_stopped(pid):
+        since.pop(pid, None)
+        return 0.0
+    return time.monotonic() - since.setdefault(pid, time.monotonic())
 
 
 def _in_a_line(error: BaseException) -> PeerFailedError:

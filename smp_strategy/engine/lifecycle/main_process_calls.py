@@ -24,7 +24,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,12 @@ import torch.distributed as dist
 from smp_strategy.distributed import pending_messages
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.message_tags import MAIN_PROCESS
-from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.distributed.wait_positions import Condition
 
 __all__ = ["MainProcessCalls"]
+
+T = TypeVar("T")
 
 _CHANNEL: Final = "where the main process goes on"
 _DOING: Final = "the main process to go on"
@@ -101,7 +103,7 @@ class MainProcessCalls:
         self._begin_round()
 
     @contextmanager
-    def together(self, call: Any = _MEETS, meeting: str = "") -> Iterator[None]:
+    def together(self, call: Any = _MEETS, meeting: str = "", doing: str = "") -> Iterator[None]:
         """Context of a call that all ranks make.
 
         Args:
@@ -109,12 +111,17 @@ class MainProcessCalls:
                 cannot. A call of the main process with the same name, about the same, counts as this one: if it was
                 another, the others take part in this one later.
             meeting: Name of the call for :func:`~smp_strategy.distributed.rendezvous.meet`, if ranks meet.
+            doing: Name of an operation that fails on all ranks if it fails on one.
         """
         self._meet(call)
-        with self._joint():
+        with self._joint(), alike(doing) if doing else nullcontext():
             if meeting:
                 meet(meeting)
             yield
+
+    def decided(self, decide: Callable[[], T], doing: str = "a decision of rank 0") -> T:
+        """Result of ``decide`` on the main process, or its error. Collective."""
+        return decided_by(0, decide, doing)
 
     @contextmanager
     def asked(self, call: Any) -> Iterator[bool]:

@@ -31,6 +31,7 @@ from smp_strategy.errors import ConfigError, DoorWords
 __all__ = [
     "begin_run",
     "ensure_group",
+    "fail_run",
     "leave_at_exit",
     "note_settings",
     "of_fields",
@@ -108,6 +109,11 @@ def begin_run(words: DoorWords) -> None:
     """Begin a run, on all ranks equally often: failures of earlier ones are over, and errors are in these ``words``."""
     failure.begin_run()
     speak(words)
+
+
+def fail_run(error: BaseException) -> None:
+    """Tell the other ranks that ``error`` ends the run."""
+    failure.publish_own(error)
 
 
 def leave_at_exit(close: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """Resumable iteration over data loaders, with random draws synchronised across ranks.
 
-A :class:`~smp_strategy.distributed.rng_sync.DataReaders` controls the draws. To resume in the middle of a pass, a run
+A :class:`~smp_strategy.engine.data_readers.DataReaders` controls the draws. To resume in the middle of a pass, a run
 needs the remaining batches in the order of that pass, with the random numbers that would have been drawn for them. Data
 loaders do not know their position. So a pass records the states of all generators at its beginning, and counts batches
 [1]. A resumed pass begins with these generators, so its sampler gives the same order, and is brought to the position in
@@ -30,12 +30,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
-from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.data_readers import BatchSource, DataReaders
 from smp_strategy.engine.saving.rank_generators import packed, unpacked
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.patching import subclass_of
 from smp_strategy.model.trace.pytree import Path, items_of, nodes
 
-__all__ = ["LoaderPass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
+__all__ = ["LoaderPass", "batch_size_of", "follow", "generator_states", "generators_of", "pass_of", "set_generators"]
 
 _END = object()
 # Limit of recorded positions at which others have drawn from the stream of a pass.
@@ -56,16 +57,15 @@ def pass_of(loader: Any) -> "LoaderPass | None":
     return loader.smp_pass()
 
 
-def _following(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+def _following(stock: type[DataLoader[Any]]) -> Any:
     # Accelerate says that its loaders are of the class of what they are around, and pickles them by that name.
-    disguise = {"smp_stock": stock, "__class__": property(lambda _: stock)}
-    return type(stock.__name__, (_FollowingLoader, stock), {**names, **disguise})
+    return subclass_of(stock, _FollowingLoader, smp_stock=stock, __class__=property(lambda _: stock))
 
 
 def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
     following = _following(stock)
-    return following.__new__(following)
+    loader: DataLoader[Any] = following.__new__(following)
+    return loader
 
 
 class _FollowingLoader(DataLoader[Any]):
@@ -105,7 +105,7 @@ class _Counting:
 
     Args:
         collate: the loader's collate function.
-        is_of_numbers: see :class:`~smp_strategy.distributed.rng_sync.BatchSource`.
+        is_of_numbers: see :class:`~smp_strategy.engine.data_readers.BatchSource`.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, is_of_numbers: bool) -> None:
@@ -182,7 +182,7 @@ class LoaderPass:
 
     def _begin(self) -> None:
         self._reading.begin(*self._generators)
-        self._began = self._before = self._reading.state(), self._generator_states()  # [1]
+        self._began = self._before = self._reading.state(), generator_states(self._loader)  # [1]
         self._state_before: dict[str, Any] | None = None
         self._num_given = 0
         self._jumps: list[tuple[int, RngState]] = []
@@ -248,14 +248,11 @@ class LoaderPass:
         except TypeError:  # an iterable dataset does not know
             return None
 
-    def _generator_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
     # Saving and resuming
 
     def _note(self) -> None:
         """Record the generator states before the next batch, and whether others have drawn from the stream."""
-        self._before = self._reading.state(), self._generator_states()
+        self._before = self._reading.state(), generator_states(self._loader)
         if self._before[0] != self._left:
             if len(self._jumps) < _MAX_JUMPS:
                 self._jumps.append((self._num_given, self._before[0]))
@@ -276,7 +273,7 @@ class LoaderPass:
         found: dict[str, Any] = {
             "began": packed(self._began[0]),
             "generators_began": self._began[1],
-            "generators": self._generator_states(),
+            "generators": generator_states(self._loader),
             "num_given": self._num_given,
             "batch_size": batch_size_of(self._loader),
             "num_unused": num_unused,
@@ -318,19 +315,15 @@ class LoaderPass:
                 self._read(num_used)  # [4]
         if place["num_unused"]:
             with self._reading.elsewhere(unpacked(place["before"])):  # [5]
-                self._set_generators(place["generators_before"])
+                set_generators(self._loader, place["generators_before"])
                 self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
         if not place.get("is_of_others"):
-            self._set_generators(place["generators"])
+            set_generators(self._loader, place["generators"])
         self._left = None if place["others_drew"] else self._reading.state()
-
-    def _set_generators(self, states: list[Tensor]) -> None:
-        if len(states) == len(self._generators):  # otherwise the loader is a different one now
-            set_generators(self._generators, states)
 
     def _restart(self) -> None:
         set_global_state(self._began[0])
-        self._set_generators(self._began[1])
+        set_generators(self._loader, self._began[1])
         self._inner = self._iterate()
 
     def _pass_over(self, number: int, place: Mapping[str, Any], state: RngState) -> bool:
@@ -339,14 +332,14 @@ class LoaderPass:
             return False
         self._restart()
         jumps = dict(self._jumps)
-        here = _flat(global_state(), self._generator_states())
+        here = _flat(global_state(), generator_states(self._loader))
         has_drawn = [False] * len(here)
         for done in range(number):
             if done in jumps:
                 set_global_state(jumps[done])
-                here = _flat(jumps[done], self._generator_states())
+                here = _flat(jumps[done], generator_states(self._loader))
             self._existing(self._inner._next_index)  # type: ignore[attr-defined]
-            before, here = here, _flat(global_state(), self._generator_states())
+            before, here = here, _flat(global_state(), generator_states(self._loader))
             if done:
                 has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
         if place.get("is_of_others"):  # there are no numbers to compare with
@@ -410,9 +403,17 @@ def batch_size_of(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
+def generator_states(loader: Any) -> list[Tensor]:
+    """States of all generators of ``loader``; none if it is no DataLoader."""
+    return [each.get_state() for each in generators_of(loader)] if isinstance(loader, DataLoader) else []
+
+
+def set_generators(loader: Any, states: Sequence[Tensor]) -> None:
+    """Set the generators of ``loader`` to :func:`generator_states`, unless it is a different one with other numbers."""
+    generators = generators_of(loader) if isinstance(loader, DataLoader) else []
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:

@@ -12,7 +12,6 @@ Reading order::
     data.py                               loaders: sharded over replicas, same batches within a replica
     collectives.py                        gather, reduce and their like over data ranks
     saving.py                             full state dicts of models and optimizers, and files of them
-    full_states.py                        gathering and loading of full states
     save_state.py                         save_state and load_state, full or sharded, also asynchronous
     state_files.py                        Accelerate's own files
     rng_files.py                          RNG states in these files

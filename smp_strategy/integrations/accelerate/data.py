@@ -2,7 +2,7 @@
 
 Accelerate shards samples by ``num_processes`` and ``process_index``. The hooks return the number and index of the data
 ranks there, so Accelerate's own code does the sharding. The remaining task is that ranks which read the same samples
-draw the same random numbers (:mod:`smp_strategy.distributed.rng_sync`).
+draw the same random numbers (:mod:`smp_strategy.engine.data_readers`).
 
 [Note: one stream] Between two batches a script may draw random numbers of its own: noise for inputs, on one rank a
 sample to show. In a single process those draws and the data path share one stream. So the ranks of a replica adopt the
@@ -18,6 +18,7 @@ With ``dispatch_batches`` only the main process reads and sends, and each rank s
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -31,8 +32,7 @@ from accelerate.data_loader import (
 from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader
 
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.data_readers import BatchSource, DataReaders
 from smp_strategy.engine.saving.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
@@ -59,7 +59,8 @@ class LoaderHooks(HookBase):
         Raises:
             UnsupportedError: ``dispatch_batches`` with a stateful loader, whose state counts batches by process.
         """
-        self._catch_passes()
+        # All instances of this class are one. Each loader calls this when a pass begins.
+        self.gradient_state._add_dataloader = _PassStart(self.smp)
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if isinstance(prepared, DataLoaderDispatcher):
             if prepared.use_stateful_dataloader and self.num_processes != self.state.num_processes:
@@ -68,8 +69,11 @@ class LoaderHooks(HookBase):
                     f"process ({self.state.num_processes}), of which {self.num_processes} read samples of their own. "
                     "Set `dispatch_batches=False` in the DataLoaderConfiguration."
                 )
-            self._deal_out(prepared)
-        _agree_on_seed(prepared)
+            _deal_out(prepared, self.smp, _ReplicaStream(self.smp))
+        sampler = get_sampler(prepared)
+        if isinstance(sampler, SeedableRandomSampler):  # each rank has drawn a seed for itself
+            seed = sampler.initial_seed
+            sampler.initial_seed = self.smp.main_calls.decided(lambda: seed, "the seed of a sampler")
         _seed_workers_by(self.process_index, prepared)
         return prepared
 
@@ -78,36 +82,20 @@ class LoaderHooks(HookBase):
         rest = super().skip_first_batches(dataloader, num_batches)
         if isinstance(rest, DataLoaderDispatcher):
             rest.slice_fn = dataloader.slice_fn
-            self._deal_out(rest)
+            _deal_out(rest, self.smp, _ReplicaStream(self.smp))
         return rest
-
-    def _catch_passes(self) -> None:
-        # All instances of this class are one. Each loader calls this when a pass begins.
-        self.gradient_state._add_dataloader = _PassStart(self.smp)
-
-    def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
-        _deal_out(dispatcher, self.smp, _ReplicaStream(self.smp))
 
 
 @final
 class ActiveLoader:
-    """The prepared loader that the script is iterating over.
-
-    Args:
-        session: shared state of the Accelerator's hooks.
-        state: Accelerate's gradient state, which tracks the active loader.
-    """
+    """The prepared loader that the script is iterating over, of which Accelerate's gradient ``state`` keeps track."""
 
     def __init__(self, session: Session, state: GradientState) -> None:
         self._session = session
         self._state = state
 
     def check_even(self, training: bool) -> None:
-        """Check before a step that replicas which wait for each other have equally many batches.
-
-        Raises:
-            UnsupportedError: some have one more; they would wait forever.
-        """
+        """Refuse a step of replicas that wait for each other, some of which have one batch more."""
         loader, session = self._state.active_dataloader, self._session
         need_each_other = training or session.shape.dp_shard > 1 or not session.config.prescaled_batch
         if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
@@ -159,13 +147,9 @@ class _ReplicaStream(DataReaders):
         self._pass_by()
         self.take_over(device=self._device)
 
-    def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
-        """Compare the first batches. Collective."""
-        return self.agreed(batch, read)
-
-    def ended(self) -> None:
-        """Compare the ends of short passes. Collective."""
-        self.agree_on_end()
+    # Ranks compare the first batches, and the ends of short passes.
+    arrived = DataReaders.agreed
+    ended = DataReaders.agree_on_end
 
 
 @final
@@ -192,16 +176,6 @@ class _PassStart:
 
 
 @final
-class _DispatcherState:
-    """Process state as a dispatcher sees it: the main process reads one batch for each replica."""
-
-    def __init__(self, session: Session) -> None:
-        self.process_index = session.rank
-        self.num_processes = session.num_data_ranks
-        self.device = session.device
-
-
-@final
 class _ReplicaPart:
     """Slice function of a dispatcher: cuts this replica's part out of a batch. All ranks call it with one batch."""
 
@@ -220,16 +194,11 @@ class _ReplicaPart:
 
 
 def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _ReplicaStream) -> None:
-    dispatcher.state = _DispatcherState(session)
+    # The main process reads one batch for each replica.
+    counts = {"process_index": session.rank, "num_processes": session.num_data_ranks}
+    dispatcher.state = SimpleNamespace(**counts, device=session.device)
     if not isinstance(dispatcher.slice_fn, _ReplicaPart):
         dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
-
-
-def _agree_on_seed(prepared: Any) -> None:
-    """Broadcast the seed of a seedable sampler, which each rank has drawn for itself."""
-    sampler = get_sampler(prepared)
-    if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
 
 
 def _seed_workers_by(data_rank: int, prepared: Any) -> None:

@@ -36,20 +36,15 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.saving.saved_models.state_folders import save_file
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.accelerate import state_files
-from smp_strategy.integrations.accelerate.full_states import leave_file
-from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate.optimizer import leave_file, unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE
+from smp_strategy.model.patching import subclass_of
 
 __all__ = ["SMPTrainer", "adopt", "count_replicas", "trainer_above"]
 
 
 class ReplicaArguments:
-    """Mixin for the class of one ``TrainingArguments`` object, which counts data ranks.
-
-    Attributes:
-        num_data_ranks, data_rank: number of data ranks, and index of the one whose samples this process reads.
-        stock: the original class.
-    """
+    """Mixin for the class of one ``TrainingArguments`` object, which counts data ranks; ``stock`` is its own class."""
 
     num_data_ranks: int
     data_rank: int
@@ -97,23 +92,10 @@ class ReplicaArguments:
 
 
 def count_replicas(args: Any, num_data_ranks: int, data_rank: int) -> None:
-    """Let ``args`` count data ranks.
-
-    Args:
-        args: ``TrainingArguments``.
-        num_data_ranks: number of data ranks.
-        data_rank: index of the data rank whose samples this process reads.
-    """
+    """Let ``TrainingArguments`` count data ranks; this process reads the samples of ``data_rank``."""
     stock = getattr(type(args), "stock", type(args))
-    names = {
-        "num_data_ranks": num_data_ranks,
-        "data_rank": data_rank,
-        "stock": stock,
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-    }
-    args.__class__ = type(stock.__name__, (ReplicaArguments, stock), names)
+    counts = {"num_data_ranks": num_data_ranks, "data_rank": data_rank}
+    args.__class__ = subclass_of(stock, ReplicaArguments, stock=stock, **counts)
 
 
 TESTED = "5.23"
@@ -278,15 +260,7 @@ def trainer_above() -> Trainer | None:
 
 
 def adopt(trainer: Trainer, session: Any) -> None:
-    """Add :class:`SMPTrainer` and :class:`ReplicaArguments` to a Trainer.
-
-    Args:
-        trainer: Trainer that is constructing its Accelerator.
-        session: the :class:`~smp_strategy.integrations.accelerate.session.Session` of that Accelerator.
-
-    Raises:
-        ConfigError: this version of Transformers lacks a method that is overridden, or arguments are unsupported.
-    """
+    """Add :class:`SMPTrainer` and :class:`ReplicaArguments` to a Trainer that is constructing its Accelerator."""
     _check_version()
     _check_arguments(trainer.args, session.config)
     count_replicas(trainer.args, session.num_data_ranks, session.data_rank)

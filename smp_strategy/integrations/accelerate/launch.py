@@ -203,17 +203,9 @@ def _contradiction(what: str) -> ConfigError:
 
 
 def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """Additional environment variables for the processes of a launch.
+    """Additional environment variables for the processes of a launch; none if smp_strategy is not selected.
 
-    Args:
-        args: arguments of ``accelerate launch``, with the values of the file filled in.
-        environ: environment of the launcher.
-
-    Returns:
-        Empty if smp_strategy is not selected.
-
-    Raises:
-        ConfigError: the options, the number of processes or the kind of launch contradict each other.
+    The arguments are those of ``accelerate launch``, with the values of the file filled in.
     """
     selection = _selection(args, environ)
     if selection is None:

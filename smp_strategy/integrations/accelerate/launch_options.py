@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from smp_strategy.config.config import SMPConfig, option_types, unknown_option
+from smp_strategy.config.degree_check import check_degree
 from smp_strategy.config.parsing import as_dict, as_text, as_tuple, fits, parse
 from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.config.variables import DOOR_OPTIONS, ENV_PREFIX, SELECTED, canonical, resolve_aliases
-from smp_strategy.distributed.mesh_shape import check_degree
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.own_options import take_own, wrong_own
 
@@ -29,13 +29,6 @@ class LaunchOptions:
     Args:
         node: a recipe such as ``pp2_sdp2``, or options by their names, with an optional key ``recipe``; ``None`` or
             ``True`` if the script or the environment gives the options. ``False`` is not allowed.
-
-    Attributes:
-        node: as given.
-
-    Raises:
-        ConfigError: an unknown name (with the nearest known one), an invalid recipe, or a value that cannot be
-            written as text.
     """
 
     def __init__(self, node: Any) -> None:
@@ -97,13 +90,7 @@ def _text_of(name: str, value: Any, problems: list[str]) -> str:
 def check_processes(environ: Mapping[str, str], num_processes: int, num_machines: int = 1) -> None:
     """Refuse an invalid launch before any process is started.
 
-    Args:
-        environ: all variables of the processes.
-        num_processes: number of processes on all machines together.
-        num_machines: number of machines, with equally many processes each.
-
-    Raises:
-        ConfigError: options are wrong, contradict each other, or do not fit the number of processes.
+    ``environ`` has all variables of the processes, which are counted over all machines, equally many on each.
     """
     _, problems = take_own({}, environ)
     try:

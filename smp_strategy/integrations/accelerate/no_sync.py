@@ -20,13 +20,7 @@ __all__ = ["give_no_sync", "refuse_step_without_sync", "take_no_sync"]
 
 
 def give_no_sync(model: nn.Module, session: Session, no_sync: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Give ``model`` the method ``no_sync`` of DDP.
-
-    Args:
-        model: prepared.
-        session: shared state of the Accelerator's hooks.
-        no_sync: the Accelerator's method.
-    """
+    """Give a prepared ``model`` the method ``no_sync`` of DDP, which is that of the Accelerator."""
 
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = _NoSync(session, partial(no_sync, model))

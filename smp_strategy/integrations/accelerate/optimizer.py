@@ -13,7 +13,7 @@ from typing import Any, final
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,18 +25,11 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
 
-__all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
+__all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "is_optimizer", "leave_file", "unwrapped"]
 
 
 class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published without type information
-    """Accelerate's optimizer wrapper, for ranks that have a part of the parameters.
-
-    Args:
-        optimizer: the user's.
-        session: shared state of the Accelerator's hooks.
-        device_placement: whether to move existing optimizer state to the device.
-        scaler: loss scaler, if anything computes in float16.
-    """
+    """Accelerate's optimizer wrapper, for ranks that have a part of the parameters."""
 
     def __init__(
         self,
@@ -118,17 +111,25 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
     return found
 
 
+def is_optimizer(candidate: Any) -> bool:
+    """Whether ``candidate`` is an optimizer, the user's or Accelerate's wrapper."""
+    return isinstance(unwrapped([candidate])[0], Optimizer)
+
+
+def leave_file(optimizer: Any) -> None:
+    """Copy loaded optimizer state out of a memory-mapped file, which may be overwritten later."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
+
+
 @final
 class UnpreparedOptimizers:
     """Serves optimizers that the script has not prepared, by global step hooks, until :meth:`end`.
 
-    Args:
-        model: the partitioned model.
-        engine: runs it.
-        prepared: returns the prepared optimizers, which are skipped.
-        is_scaled: whether gradients are scaled, which only a prepared optimizer undoes.
-        check: called with every optimizer of the process that is about to step.
-        begins: called when an optimizer is about to step that trains the model.
+    ``check`` is called with every optimizer of the process that is about to step, ``begins`` for one that trains the
+    model. Only a prepared optimizer undoes a scaling of gradients.
     """
 
     def __init__(
@@ -195,12 +196,6 @@ class SMPScheduler(AcceleratedScheduler):  # type: ignore[misc]  # published wit
 
     An optimizer step covers the batches of all replicas. Accelerate steps the scheduler once for each of them, but
     counts processes.
-
-    Args:
-        scheduler: the user's.
-        optimizers: one, or a list, of the optimizers that must have stepped.
-        session: shared state of the Accelerator's hooks.
-        step_with_optimizer, split_batches: options of the Accelerator.
     """
 
     def __init__(

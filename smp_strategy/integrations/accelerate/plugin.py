@@ -45,6 +45,7 @@ from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
 from smp_strategy.integrations.accelerate.session import Session, settings_of_plugin
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
+from smp_strategy.model.patching import subclass_of
 
 __all__ = ["AcceleratorHooks", "SMPPlugin", "join_group", "taken_over"]
 
@@ -53,14 +54,7 @@ def join_group(device: torch.device, timeout: timedelta | None) -> None:
     """Make sure that the default process group exists and carries host tensors.
 
     Accelerate makes groups for the accelerator alone (``nccl``), but ranks exchange host tensors as well. A script
-    with a single process has no group; it gets one of size 1.
-
-    Args:
-        device: compute device of this rank.
-        timeout: timeout of the group; ``None``: that of the backend.
-
-    Raises:
-        ConfigError: a launcher has started several processes, but Accelerate considers each of them the only one.
+    with a single process has no group; it gets one of size 1. One that a launcher has started beside others is refused.
     """
     if not dist.is_initialized():
         started = os.environ.get("WORLD_SIZE", "1")
@@ -88,8 +82,7 @@ def taken_over(accelerator: Any) -> AcceleratorHooks:
 
 @functools.cache
 def _with_hooks(stock: Any) -> Any:
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (AcceleratorHooks, stock), names)
+    return subclass_of(stock, AcceleratorHooks)
 
 
 Class = TypeVar("Class", bound=type)
@@ -166,12 +159,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         self.loss_in_model, self.loss_reduction, self.training_outputs = own
 
     def __repr__(self) -> str:
-        given = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if field.name not in _BASE_NAMES and getattr(self, field.name) != field.default
-        ]
-        return f"SMPPlugin({', '.join(given)})"
+        return f"SMPPlugin({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that differ from their defaults; Transformers stores them with the training arguments."""

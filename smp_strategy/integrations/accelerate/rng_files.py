@@ -13,7 +13,7 @@ without a file.
 """
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,21 +22,16 @@ import torch
 from accelerate.utils import load
 
 from smp_strategy.engine.saving.rank_generators import of_groups
-from smp_strategy.engine.saving.resumable_loader import generators_of
 from smp_strategy.integrations.accelerate.session import Session
 
-__all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
+__all__ = ["FILE", "gathered", "set_states", "step_in"]
 
 # As Accelerate calls them (`RNG_STATE_NAME` and what it adds).
 FILE: Final = "random_states_{}.pkl"
 
 
 def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Gather the RNG states of all ranks. Collective.
-
-    Args:
-        session: says which ranks read alike.
-        step: number of calls of ``accumulate``, as Accelerate counts.
+    """Gather the RNG states of all ranks, with the number of calls of ``accumulate``. Collective.
 
     Returns:
         For each data rank the states of its first rank, in the format of Accelerate's file; and the states of each
@@ -44,24 +39,6 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
     """
     states, _, others = of_groups(_states(step), None, session.data_ranks(), "random states of all ranks")
     return states, others
-
-
-def of_loaders(loaders: Iterable[Any]) -> list[list[torch.Tensor]]:
-    """States of the generators that belong to each of the loaders."""
-    return [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
-
-
-def set_loaders(loaders: Iterable[Any], states: Iterable[list[torch.Tensor]]) -> None:
-    """Set the generators of ``loaders``; a loader with a different number of generators is left alone."""
-    for loader, kept in zip(loaders, states, strict=False):
-        generators = _generators(loader)
-        if len(generators) == len(kept):
-            for generator, state in zip(generators, kept, strict=True):
-                generator.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    return generators_of(getattr(loader, "base_dataloader", loader))
 
 
 def step_in(folder: Path) -> int | None:

@@ -23,13 +23,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import OPTIMIZER_NAME, SAFE_MODEL_NAME, clean_state_dict_for_safetensors
 from torch import nn
 
-from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.engine.saving.saved_models.shared_states import snapshot
 from smp_strategy.engine.saving.saved_models.spread_saving import FileNotes, SpreadModel
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
-from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate import rng_files, state_files
+from smp_strategy.integrations.accelerate.optimizer import is_optimizer, leave_file, unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
 
 __all__ = ["StateFolderHooks"]
@@ -76,7 +75,7 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_save_state(self, output_dir: str | None, *, safe_serialization: bool) -> Path:
         """Write a checkpoint. Collective."""
-        target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
+        target = self.smp.main_calls.decided(lambda: self._smp_folder_to_write(output_dir))
         is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
         if is_sharded:
             self._smp_refuse_sharded()
@@ -94,7 +93,7 @@ class StateFolderHooks(SavingHooks):
                 with folders.writing(target):
                     self._smp_describe(staging)
                 self._smp_move_in(staging, target, replaces=folders.STATES)
-                with alike("deleting old checkpoints"):
+                with self.smp.main_calls.together(doing="deleting old checkpoints"):
                     self._smp_delete_oldest(target)
         self.project_configuration.iteration += 1
         return target
@@ -147,7 +146,7 @@ class StateFolderHooks(SavingHooks):
         }
         if hooks:
             weights = list(whole.values())
-            with self._smp_known(weights), alike("running hooks of save_state"):
+            with self._smp_known(weights), self.smp.main_calls.together(doing="running hooks of save_state"):
                 for hook in hooks.values():
                     hook(self._models, weights, str(save.folder))
             whole = dict(enumerate(weights))
@@ -236,9 +235,9 @@ class StateFolderHooks(SavingHooks):
         self, input_dir: str | os.PathLike[str] | None, load_kwargs: dict[str, Any], *, strict: bool
     ) -> None:
         """Load a checkpoint. Collective."""
-        folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
+        folder = self.smp.main_calls.decided(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
-        with alike(f"verifying {folder}"):
+        with self.smp.main_calls.together(doing=f"verifying {folder}"):
             if not folder.is_dir():
                 raise ValueError(
                     f"{folder} exists on rank 0, but not on rank {self.smp.rank}. Use a folder that all nodes share, "
@@ -246,7 +245,7 @@ class StateFolderHooks(SavingHooks):
                 )
             if self.is_local_main_process:
                 folders.verify(folder)
-        with alike(f"loading from {folder}"):
+        with self.smp.main_calls.together(doing=f"loading from {folder}"):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
@@ -275,7 +274,7 @@ class StateFolderHooks(SavingHooks):
                 continue
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
             self.load_optimizer_state_dict(optimizer, state_files.state(path, "param_groups", **load_kwargs))
-            full_states.leave_file(optimizer)
+            leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each), load_kwargs)
@@ -302,14 +301,14 @@ class StateFolderHooks(SavingHooks):
         """State of an object that was registered for checkpointing. Collective if it is a partitioned one."""
         if isinstance(custom, nn.Module):
             return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
-        if full_states.is_optimizer(custom):
+        if is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()
 
     def _smp_load_into(self, custom: Any, state: Any) -> None:
         if isinstance(custom, nn.Module):
             self.load_model_state_dict(custom, state)
-        elif full_states.is_optimizer(custom):
+        elif is_optimizer(custom):
             self.load_optimizer_state_dict(custom, state)
         else:
             custom.load_state_dict(state)
@@ -364,13 +363,7 @@ def _write_file(model: SpreadModel, path: Path) -> None:
 
 @final
 class _FolderSave:
-    """A checkpoint folder being written, either synchronously or later by a thread.
-
-    Args:
-        folder: exists already.
-        target: the place that the folder will move to, for messages.
-        is_later: whether to collect the work in :attr:`jobs`.
-    """
+    """A checkpoint folder that will move to ``target``: it is filled now, or later by the :attr:`jobs` of a thread."""
 
     def __init__(self, folder: Path, target: Path, *, is_later: bool) -> None:
         self.folder, self.target, self.is_later = folder, target, is_later

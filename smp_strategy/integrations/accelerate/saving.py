@@ -8,21 +8,23 @@ Files are written beside their place and moved there when they are complete
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All calls are collective; a rank that does not make the same call gets an error
-(:mod:`smp_strategy.distributed.rendezvous`).
+(:mod:`smp_strategy.engine.lifecycle.main_process_calls`).
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from accelerate.utils import save
-from torch import nn
+from torch import Tensor, nn
 
-from smp_strategy.distributed.rendezvous import alike, decided_by, meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.saving.checkpointing import own_state_dict
+from smp_strategy.engine.saving.resumable_loader import generator_states, set_generators
 from smp_strategy.engine.saving.saved_models import state_folders as folders
 from smp_strategy.engine.saving.saved_models.pretrained_calls import (
     PretrainedCalls,
@@ -30,7 +32,7 @@ from smp_strategy.engine.saving.saved_models.pretrained_calls import (
     library_of,
     pretrained_parts,
 )
-from smp_strategy.engine.saving.saved_models.shared_states import on_every_rank, sent_to_writers
+from smp_strategy.engine.saving.saved_models.shared_states import on_every_rank, sent_to_writers, storage_of
 from smp_strategy.engine.saving.saved_models.spread_saving import (
     FileNotes,
     SpreadModel,
@@ -39,7 +41,7 @@ from smp_strategy.engine.saving.saved_models.spread_saving import (
 )
 from smp_strategy.engine.updates.optimizer_steps import trains
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate import full_states, rng_files
+from smp_strategy.integrations.accelerate import rng_files
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.model.patching import Patches
@@ -49,14 +51,11 @@ __all__ = ["OWN_FILE", "SavingHooks"]
 OWN_FILE: Final = "smp_strategy.bin"
 _READ: Final = "reading parameters"
 
-T = TypeVar("T")
-
 
 class _ModulePath(NamedTuple):
     """Path of a module within the module that the engine runs."""
 
     engine: Engine
-    root: nn.Module
     path: str
 
 
@@ -145,8 +144,8 @@ class SavingHooks(HookBase):
         """
         place = self._smp_place(model)
         if place is not None:
-            with self.smp.main_calls.together():
-                return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
+            with self.smp.main_calls.together(meeting="accelerator.get_state_dict"):
+                return self._smp_for_writers(self._smp_collected(place.path))
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=False)
         return whole
 
@@ -157,12 +156,11 @@ class SavingHooks(HookBase):
 
     def _smp_everywhere(self, call: str, path: str) -> dict[str, Any]:
         """Gather the full state dict on every rank. Collective."""
-        with self.smp.main_calls.together((call, path)):
-            return on_every_rank(self._smp_collected(call, path))
+        with self.smp.main_calls.together((call, path), call):
+            return on_every_rank(self._smp_collected(path))
 
-    def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
+    def _smp_collected(self, path: str) -> dict[str, Any]:
         """Gather the full state dict on global rank 0. Collective."""
-        meet(call)
         return SpreadModel(self.smp.engine, path, self._smp_aside).gathered_on_first()
 
     @contextmanager
@@ -181,12 +179,7 @@ class SavingHooks(HookBase):
             return self._smp_for_writers(engine.saved.full_optimizer_state(bare))
 
     def write_optimizer_state_dict(self, optimizer: Any, path: Path) -> None:
-        """Write the full state dict of an optimizer to a file; no rank ever has all of it. Collective.
-
-        Args:
-            optimizer: prepared.
-            path: path of the file, which is replaced atomically by the main process.
-        """
+        """Write the full state dict of an optimizer to a file, atomically; no rank ever has all of it. Collective."""
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         with self.smp.main_calls.together(meeting="accelerator.write_optimizer_state_dict"):
             if engine is not None:
@@ -197,12 +190,7 @@ class SavingHooks(HookBase):
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load a full state dict; each rank takes its shard. Collective.
-
-        Args:
-            model: prepared.
-            state: full state dict, the same on every rank.
-            strict: whether names must match.
+        """Load a full state dict, the same on every rank, which takes its shard. Collective.
 
         Returns:
             Names that are missing in the state, and names that are missing in the model.
@@ -215,15 +203,10 @@ class SavingHooks(HookBase):
             )
         engine = None if place is None else place.engine
         with self._smp_aside():
-            return full_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
+            return _load_model(engine, self.unwrap_model(model), state, strict=strict)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load the full state of an optimizer; each rank takes its shard. Collective.
-
-        Args:
-            optimizer: prepared.
-            state: full state dict, the same on every rank.
-        """
+        """Load the full state of an optimizer, the same on every rank, which takes its shard. Collective."""
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         if engine is None:
             bare.load_state_dict(state)
@@ -239,7 +222,7 @@ class SavingHooks(HookBase):
         states, others = rng_files.gathered(self.smp, self.step)
         own = {
             "engine": self.smp.engine.saved.state_dict() if self.smp.has_engine else None,
-            "loaders": rng_files.of_loaders(self._dataloaders),
+            "loaders": [generator_states(getattr(each, "base_dataloader", each)) for each in self._dataloaders],
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
         }
@@ -249,7 +232,8 @@ class SavingHooks(HookBase):
         """Restore the random streams of another run; those of single ranks only under the same layout."""
         if self.smp.has_engine and state["engine"] is not None:
             self.smp.engine.saved.load_state(state["engine"])
-        rng_files.set_loaders(self._dataloaders, state["loaders"])
+        for loader, states in zip(self._dataloaders, state["loaders"], strict=False):
+            set_generators(getattr(loader, "base_dataloader", loader), states)
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
             rng_files.set_states(state["random_states"][self.smp.rank])
 
@@ -295,8 +279,7 @@ class SavingHooks(HookBase):
             plan = partial(self._smp_noted, save_model, model, max_shard_size)
             write_together("accelerator.save_model", spread, target, plan, replaces=folders.WEIGHTS)
             return
-        meet("accelerator.save_model")
-        with self._smp_begun(target) as staging:
+        with self.smp.main_calls.together(meeting="accelerator.save_model"), self._smp_begun(target) as staging:
             with folders.writing(target):
                 save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
@@ -335,9 +318,9 @@ class SavingHooks(HookBase):
         """Locate ``module`` in the module that the engine runs; ``None``: not in there, and whole on every rank."""
         if self.smp.calls is None:
             return None
-        root = self.smp.calls.model
-        path = full_states.path_in(root, self.unwrap_model(module))
-        return None if path is None else _ModulePath(self.smp.engine, root, path)
+        wanted, named = self.unwrap_model(module), self.smp.calls.model.named_modules(remove_duplicate=False)
+        path = next((name for name, each in named if each is wanted), None)
+        return None if path is None else _ModulePath(self.smp.engine, path)
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """Return the engine of the module that ``optimizer`` trains; ``None`` if that module is whole."""
@@ -361,15 +344,11 @@ class SavingHooks(HookBase):
             return state
         return sent_to_writers(state, writes=self._smp_writes)
 
-    def _smp_told(self, decide: Callable[[], T]) -> T:
-        """Broadcast the result of ``decide`` on global rank 0, or its error. Collective."""
-        return decided_by(0, decide, "a decision of rank 0")
-
     @contextmanager
     def _smp_begun(self, target: Path) -> Iterator[Path]:
         """Yield an empty staging folder for ``target``; it is deleted on failure. Collective."""
-        staging = self._smp_told(lambda: folders.begin(target))
-        with alike(f"making {staging}"):
+        staging = self.smp.main_calls.decided(lambda: folders.begin(target))
+        with self.smp.main_calls.together(doing=f"making {staging}"):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
         with folders.filling(staging, target, is_mine=self.is_local_main_process):
@@ -378,6 +357,39 @@ class SavingHooks(HookBase):
     def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
         """Move the complete staging folder to its place. Collective."""
         for turn in (self.is_main_process, self.is_local_main_process):
-            with alike(f"moving files to {target}"):
+            with self.smp.main_calls.together(doing=f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
+
+
+def _load_model(
+    engine: Engine | None, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a full state dict, which may list tied tensors under one name; no ``engine``: this rank has all.
+
+    Returns:
+        Names that are missing in ``state``, and unexpected ones.
+    """
+    own = own_state_dict(module)
+    state = _with_all_names(own, state)
+    if engine is None:
+        module.load_state_dict(state, strict=strict)
+    else:
+        engine.saved.load_state_dict(state, strict)
+    return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+
+
+def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the missing names of tied tensors to ``state``: safetensors files keep only one of them."""
+    full = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        full._metadata = state._metadata  # type: ignore[attr-defined]
+    names: dict[Any, list[str]] = {}
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(storage_of(tensor), []).append(name)
+    for group in names.values():
+        for there in [name for name in group if name in full][:1]:
+            for name in group:
+                full.setdefault(name, full[there])
+    return full

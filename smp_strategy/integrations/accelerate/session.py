@@ -16,21 +16,20 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.data_ranks import DataGroups
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.engine_parts import unset
+from smp_strategy.engine.hooks.run_hook import refuse_history
 from smp_strategy.engine.lifecycle.main_process_calls import MainProcessCalls
 from smp_strategy.engine.lifecycle.run_lifecycle import begin_run, of_fields, of_options, of_process
 from smp_strategy.engine.model_calls.model_calls import ModelCalls
 from smp_strategy.engine.saving.async_saves import AsyncSaves
 from smp_strategy.engine.saving.saved_models.pretrained_calls import PretrainedCalls, StateDictCalls
 from smp_strategy.engine.updates.grad_scaler import GradScaler
-from smp_strategy.errors import DoorWords, SMPError, UnsupportedError
-from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.errors import DoorWords, SMPError
 
 __all__ = ["WORDS", "HookBase", "Session", "settings_of_accelerator", "settings_of_plugin"]
 
@@ -65,31 +64,18 @@ _OF_ARGUMENTS: Final = (
 
 @final
 class Session:
-    """Shared state of the hooks of one Accelerator.
-
-    The default process group must exist.
-
-    Args:
-        config: all options. Without any degree all ranks are stages of one pipeline.
-        device: compute device of this rank.
-        timeout: longest wait for another rank; ``None``: that of the backend.
+    """Shared state of the hooks of one Accelerator. The default process group must exist.
 
     Attributes:
-        config: the options, with the number of stages filled in.
+        config: the options, with the number of stages filled in: without any degree, all ranks.
         shape: degrees and rank order.
-        rank: global rank of this process.
-        device, timeout: as given.
         syncs_blocked: nesting depth of ``no_sync``.
         calls: replaced calls of the partitioned model; ``None`` until one is prepared.
-        state_calls: replaced ``state_dict`` methods of all prepared models.
-        pretrained_calls: replaced ``save_pretrained`` methods of those that have one.
+        state_calls, pretrained_calls: replaced ``state_dict`` of all prepared models, and ``save_pretrained``.
         background: asynchronous saves.
         scaler: loss scaler, if anything computes in float16.
         main_calls: tells other ranks what the main process does alone.
         read_weights: gathers the full state dict on this rank; ``None``: not all ranks can take part now.
-
-    Raises:
-        ConfigError: the degrees do not fit the number of ranks.
     """
 
     def __init__(self, config: SMPConfig, device: torch.device, *, timeout: timedelta | None = None) -> None:
@@ -123,21 +109,8 @@ class Session:
         """Whether a model is prepared."""
         return self._engine is not None
 
-    def config_of_engine(self, *, keeps_buffers: bool) -> SMPConfig:
-        """Options of an engine.
-
-        Args:
-            keeps_buffers: keep separate buffers on each replica, whatever the options say.
-        """
-        return dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
-
     def begin_engine(self, config: SMPConfig, left: Engine | None) -> Engine:
-        """Take on an engine for a model that is being prepared; close the previous one.
-
-        Args:
-            config: options of a new engine.
-            left: engine with the same options that has left the model spread; ``None``: create a new one.
-        """
+        """Take on an engine for a model that is being prepared: a new one, or the one that ``left`` it spread."""
         if self._engine is not left:
             self._close_engine()
         begin_run(WORDS)
@@ -166,12 +139,7 @@ class Session:
         with self.main_calls.together(meeting="accelerator.smp.with_weights"):
             self._engine.reduce_gradients()
             found = self._engine.run_hook(function)
-        if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):
-            raise UnsupportedError(
-                "What the function of `with_weights` returns comes out without a history: a loss that it is added to "
-                "would not train the weights for it. Call `with_weights` under `torch.no_grad()` if that is right; "
-                "compute a penalty for weights in the `forward` of the model, or use `weight_decay` of the optimizer."
-            )
+        refuse_history(found, "with_weights")
         return found
 
     def figures(self) -> dict[str, float]:
@@ -196,11 +164,6 @@ class Session:
     def data_rank(self) -> int:
         """Index of the data rank whose samples this rank reads."""
         return self._reader_of(self.rank)[1]
-
-    @property
-    def stage_ranks(self) -> list[int]:
-        """Global ranks of the stages of this rank's pipeline."""
-        return list(self.shape.group(self.rank, "pp"))
 
     def data_ranks(self) -> list[list[int]]:
         """Global ranks that read the same samples, for each data rank; the first of each pipeline comes first."""
@@ -245,37 +208,18 @@ def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
     return dataclasses.replace(config, pipeline_parallel_degree=degree, microbatches=config.num_microbatches(degree))
 
 
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
 class HookBase(Accelerator):  # type: ignore[misc]  # published without type information
-    """Base class of the hooks: an Accelerator with a :class:`Session`.
-
-    Attributes:
-        smp: options, place of this rank, and engine.
-    """
+    """Base class of the hooks: an Accelerator with a :class:`Session`."""
 
     smp: Session
 
     def begin(self, session: Session, plugin: Any) -> None:
-        """Called once, as soon as the processes are known. Subclasses create their state here.
-
-        Args:
-            session: becomes :attr:`smp`.
-            plugin: the :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
-        """
+        """Called once, as soon as the processes are known. Subclasses create their state here."""
         self.smp = session
 
 
 def settings_of_plugin(plugin: Any, handler: Any, args: Any | None) -> dict[str, str]:
-    """Settings known when an Accelerator begins to be made.
-
-    Args:
-        plugin: The :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
-        handler: ``InitProcessGroupKwargs``, if the user has given them.
-        args: ``TrainingArguments``, if a Trainer of Transformers makes it.
-    """
+    """Settings known when an Accelerator begins to be made, perhaps by a Trainer with ``TrainingArguments``."""
     return {
         **of_options(plugin.config, "`{}` of SMPPlugin"),
         **of_fields(plugin, _OWN, "`{}` of SMPPlugin"),

@@ -5,6 +5,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,13 +27,7 @@ def name(first: str, number: int) -> str:
 
 
 def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
-    """Write everything but models and optimizers.
-
-    Args:
-        accelerator: has the schedulers, data loaders and the scaler.
-        folder: exists already.
-        custom: states of the user's registered objects.
-    """
+    """Write everything but models and optimizers; ``custom`` are the states of the user's registered objects."""
     each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
         str(folder),
@@ -46,7 +41,8 @@ def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
         save_on_each_node=each_node,
     )
     for number, state in enumerate(custom):
-        save_custom_state(_KnownState(state), str(folder), number, save_on_each_node=each_node)
+        known = SimpleNamespace(state_dict=lambda state=state: state)
+        save_custom_state(known, str(folder), number, save_on_each_node=each_node)
         _warn_of_code(folder / _CUSTOM.format(number))
 
 
@@ -61,11 +57,7 @@ def write_weights(
 
 
 def weights(folder: Path, number: int) -> dict[str, Any]:
-    """Load the weights of model ``number`` on the host. Tensors are read from the file lazily, at their first use.
-
-    Raises:
-        FileNotFoundError: there are none.
-    """
+    """Load the weights of model ``number`` on the host. Tensors are read from the file lazily, at their first use."""
     safe, pickled = (folder / name(each, number) for each in (f"{SAFE_MODEL_NAME}.safetensors", f"{MODEL_NAME}.bin"))
     found: dict[str, Any]
     if safe.exists():
@@ -86,20 +78,13 @@ def mapped(path: Path, **options: Any) -> Any:
     """Load a file of ``torch.save`` on the host. Tensors are read from the file lazily, at their first use.
 
     So a rank that takes its shard of them needs no memory for the rest.
-
-    Raises:
-        CheckpointError: the file is damaged, or names code that would have to be run.
     """
     with reading(path):
         return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
 
 
 def state(path: Path, *keys: str, **options: Any) -> dict[str, Any]:
-    """Load a file of ``torch.save`` that must hold a dict with ``keys``; see :func:`mapped`.
-
-    Raises:
-        CheckpointError: it holds something else, so another program has written it.
-    """
+    """Load a file of ``torch.save`` that must hold a dict with ``keys``; see :func:`mapped`."""
     found = mapped(path, **options)
     if isinstance(found, Mapping) and all(key in found for key in keys):
         return found  # type: ignore[return-value]  # as the file has it: an OrderedDict has attributes
@@ -116,14 +101,7 @@ def state(path: Path, *keys: str, **options: Any) -> dict[str, Any]:
 def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
     """Read the states that all ranks of a pipeline share: all but models, optimizers and the user's registered objects.
 
-    Args:
-        accelerator: has the schedulers, data loaders and the scaler.
-        folder: exists already.
-        data_rank: index of the data rank whose random generators this rank restores.
-        load_kwargs: options of ``torch.load``.
-
-    Raises:
-        RuntimeError: not as many objects are registered for checkpointing as were saved.
+    Random generators are those of the data rank, whose number Accelerate takes for that of the process.
     """
     with reading(folder):
         load_accelerator_state(
@@ -148,11 +126,7 @@ def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, 
 
 
 def read_custom(folder: Path, number: int, take: Callable[[Any], None], load_kwargs: dict[str, Any]) -> None:
-    """Pass the state of a registered object of the user to ``take``.
-
-    Raises:
-        CheckpointError: it has objects of classes that files may not name; Accelerate would make them all the same.
-    """
+    """Pass the state of a registered object of the user to ``take``."""
     take(mapped(folder / _CUSTOM.format(number), **load_kwargs))
 
 
@@ -165,14 +139,3 @@ def _warn_of_code(path: Path) -> None:
             '`accelerator.load_state(load_kwargs={"weights_only": False})`.',
             stacklevel=2,
         )
-
-
-class _KnownState:
-    """Stand-in for an object whose state is known already."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        """The state."""
-        return self._state

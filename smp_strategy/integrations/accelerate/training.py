@@ -6,6 +6,7 @@ is not certain when it is prepared; a frozen one, or one in evaluation mode that
 partitioned until a trained one comes.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from smp_strategy.engine.lifecycle.crash_report import has_crashed
 from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit, note_settings
 from smp_strategy.engine.model_calls.lent_weights import LentWeights
 from smp_strategy.engine.model_calls.model_calls import BackwardPrediction, CallOptions, ModelCalls
+from smp_strategy.engine.pretrained import has_values, read_now
 from smp_strategy.engine.updates.grad_scaler import GradScaler
 from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.engine.updates.optimizer_steps import trains
@@ -34,19 +36,13 @@ from smp_strategy.integrations.accelerate.validation import (
     refuse_foreign,
     second_model,
 )
-from smp_strategy.model.deferred_tensor import lacks_values, read_now
 
 __all__ = ["PreparedModel", "TrainingHooks"]
 
 
 @final
 class PreparedModel:
-    """Choice of the model to partition, out of all prepared models.
-
-    Attributes:
-        chosen: the model to be partitioned, out of those that are prepared together.
-        others: models that are whole on every rank.
-    """
+    """Choice of the model to partition, out of those that are prepared together; others are whole on every rank."""
 
     def __init__(self) -> None:
         self.chosen: nn.Module | None = None
@@ -141,8 +137,9 @@ class TrainingHooks(HookBase):
             return model
         refuse_compiled(model)
         is_other = self._smp_is_other(model, evaluation_mode)
-        handler = self.ddp_handler
-        config = self.smp.config_of_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
+        config, handler = self.smp.config, self.ddp_handler
+        if handler is not None and not handler.broadcast_buffers:  # replicas keep their own
+            config = dataclasses.replace(config, broadcast_buffers=False)
         left = None if is_other else engine_left(model, config, self.smp.device, self.smp.timeout)
         if left is None:
             restore_left(model)
@@ -200,7 +197,7 @@ class TrainingHooks(HookBase):
         prepared, first = unwrapped(self._optimizers), holder or models.chosen
         if models.may_stay_whole(model, prepared):
             return first not in (None, model)
-        if holder is not None and models.may_stay_whole(holder, prepared) and not _on_meta(holder):
+        if holder is not None and models.may_stay_whole(holder, prepared) and has_values(holder):
             engine = self._smp_remove()
             assert engine is not None
             engine.restore_everywhere()
@@ -368,10 +365,6 @@ class TrainingHooks(HookBase):
             self.smp.main_calls.arrive()
         self.smp.close()
         return True
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(lacks_values(parameter) for parameter in model.parameters())
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:

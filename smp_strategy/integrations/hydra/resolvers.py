@@ -69,11 +69,7 @@ def global_rank(environ: Mapping[str, str]) -> int:
 
 
 def agreed_start_time(environ: Mapping[str, str]) -> float:
-    """Start time in seconds since the epoch, the same on every rank of a run.
-
-    Raises:
-        ConfigError: ``SMP_START_TIME`` is set, but is not a number.
-    """
+    """Start time in seconds since the epoch, the same on every rank of a run."""
     given = environ.get("SMP_START_TIME")
     if given is not None:
         try:
@@ -98,11 +94,7 @@ def _from_agent_store(environ: Mapping[str, str]) -> float:
 
 
 def divide(whole: int, parts: int) -> int:
-    """Integer quotient ``whole / parts``.
-
-    Raises:
-        ConfigError: there is a remainder.
-    """
+    """Integer quotient ``whole / parts``; a remainder is an error."""
     if parts < 1 or whole % parts:
         raise ConfigError(f"{whole} does not divide into {parts} equal parts. Choose numbers that do.")
     return whole // parts
@@ -111,15 +103,8 @@ def divide(whole: int, parts: int) -> int:
 def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
     """Minimum number of ranks of ``layout``: product of pipeline, tensor and shard degree and number of replicas.
 
-    Args:
-        layout: a node of the group ``smp``.
-        name: recipe name of the node; ``mics2x4`` names four replicas. Sharding optimizer state takes two.
-
-    Returns:
-        ``None`` if the number of stages is that of the ranks.
-
-    Raises:
-        ConfigError: ``layout`` has arguments without names, which are no options.
+    Its recipe name names replicas (``mics2x4``: four). Sharding optimizer state takes two. ``None``: the number of
+    stages is that of the ranks.
     """
     if "_args_" in layout:
         raise ConfigError(

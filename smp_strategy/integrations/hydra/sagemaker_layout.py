@@ -19,11 +19,7 @@ SAGEMAKER: Final = "sagemaker"
 
 
 def sagemaker_node(schema: Callable[..., DictConfig]) -> DictConfig:
-    """Typed node of the group ``smp`` with a further entry ``file``.
-
-    Args:
-        schema: makes the typed node of all options.
-    """
+    """Typed node of the group ``smp`` with a further entry ``file``; ``schema`` makes that of all options."""
     options = {each.name: f"${{smp_sagemaker:${{.file}},{each.name}}}" for each in dataclasses.fields(SMPConfig)}
     node = schema(**options)
     OmegaConf.set_struct(node, False)
@@ -35,11 +31,7 @@ def sagemaker_node(schema: Callable[..., DictConfig]) -> DictConfig:
 
 
 def option_in_file(file: str, name: str) -> Any:
-    """Value of an option in a JSON file of SageMaker's.
-
-    Raises:
-        ConfigError: a mistake in the file.
-    """
+    """Value of an option in a JSON file of SageMaker's."""
     return getattr(SMPConfig(**read_sagemaker(file).options), name)
 
 

@@ -4,7 +4,7 @@
 class is made per tree, from the same code; nothing here imports Lightning before a tree is named. In reading order::
 
     strategy, delegating_strategy   Lightning's Strategy API: a run, its steps, data and collectives; calls for parts
-    strategy_class, tree            the class for one of the two trees; lazy imports from it
+    tree                            classes for one of the two trees; lazy imports from it
     validation                      unsupported Lightning features
     steps                           a step per microbatch, merged into one result; what it does to its batch
     logging                         self.log, self.print and loggers: recorded in steps, logged once
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from smp_strategy.integrations.lightning.monitor_callback import MonitorHooks as SMPMonitor
     from smp_strategy.integrations.lightning.monitor_callback import make_monitor
     from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
-    from smp_strategy.integrations.lightning.strategy_class import make_strategy
+    from smp_strategy.integrations.lightning.strategy import make_strategy
 
 __all__ = ["SMPMonitor", "SMPStrategy", "make_monitor", "make_strategy"]
 
-_HOME = {"strategy": "strategy_class", "monitor": "monitor_callback"}
+_HOME = {"strategy": "strategy", "monitor": "monitor_callback"}
 
 
 def __getattr__(name: str) -> Any:

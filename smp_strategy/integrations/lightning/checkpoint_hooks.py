@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.rank_group import RankGroup
 from smp_strategy.engine.run_outcome import have_all_stopped
 from smp_strategy.engine.saving.async_saves import AsyncSaves
 from smp_strategy.engine.saving.checkpoint_content import (
@@ -62,12 +62,7 @@ PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 class CheckpointHooks:
     """Saving and loading of one strategy, in both forms.
 
-    Args:
-        strategy: the Lightning strategy; its module, optimizers, ranks and ``CheckpointIO`` are those of the run.
-        config: returns the options; users may replace ``strategy.config`` between calls.
-        tree: the Lightning tree in use.
-        engine: returns the engine of the run.
-        resume: adds and loads the state for exact resumption.
+    Users may replace ``strategy.config`` between calls, so options and engine are asked for.
 
     Attributes:
         looking_plain: context in which parts of the module have no patches of this package.
@@ -104,7 +99,7 @@ class CheckpointHooks:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights under their plain names; see the module docstring for the two forms. Collective."""
         self._refuse_alone()
-        meet("trainer.save_checkpoint")
+        RankGroup().wait("`trainer.save_checkpoint`")
         if self._is_sharded:
             return with_all_names(self._engine().saved.held_state(())["state_dict"])
         return described_elsewhere(self._streamed.state_dict())
@@ -244,10 +239,7 @@ class CheckpointHooks:
     ) -> dict[str, Any]:
         """Read a checkpoint; see :func:`~smp_strategy.engine.saving.checkpoint_content.read_checkpoint`.
 
-        Args:
-            checkpoint_path: file, directory or URL.
-            weights_only: ``None``: the value of the option ``checkpoint_weights_only``.
-            plain: Lightning's own ``load_checkpoint``.
+        Without ``weights_only`` the option ``checkpoint_weights_only`` decides; ``plain`` is Lightning's own method.
         """
         if self._saves is not None:
             self._saves.wait()
@@ -260,10 +252,7 @@ class CheckpointHooks:
     def load_model_state_dict(self, engine: Engine | None, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of the weights; before the first step that is all of them.
 
-        Args:
-            engine: that of the latest run, which may have trained another module.
-            checkpoint: see :meth:`load_checkpoint`.
-            strict: whether all names must match.
+        ``engine`` is that of the latest run, which may have trained another module.
         """
         module = self._strategy.lightning_module
         assert module is not None
@@ -330,11 +319,7 @@ class CheckpointHooks:
             raise
 
     def begin_run(self, trainer: Any, patches: ExitStack) -> None:
-        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close.
-
-        Raises:
-            UnsupportedError: what they will save cannot be written.
-        """
+        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close."""
         if self._is_sharded and trainer.checkpoint_callback is not None and trainer.state.fn == "fit":
             self._refuse_plugins(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
         self._saves = AsyncSaves(in_background=self._config().async_save)

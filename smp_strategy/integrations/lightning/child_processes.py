@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final, final
 
-from smp_strategy.distributed.peer_processes import how_it_ended, is_stopped
-from smp_strategy.engine.lifecycle.crash_report import publish_end
+from smp_strategy.engine.lifecycle.crash_report import publish_end, stopped_for
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher"]
@@ -74,15 +73,12 @@ class Children:
                     f"Rank {rank} has ended with exit code 0, but the others wait for it to begin the run: all ranks "
                     "run the same script, and must call the Trainer alike."
                 )
-            if is_stopped(process.pid):
-                if (since := self._stopped.setdefault(rank, time.monotonic())) + STOPPED_SECONDS < time.monotonic():
-                    return (
-                        f"Rank {rank} (process {process.pid}) has been stopped (by SIGSTOP or a debugger) for "
-                        f"{time.monotonic() - since:.0f} s, and the others wait for it to begin the run. Let it go on "
-                        "or end it, and start the run again."
-                    )
-            else:
-                self._stopped.pop(rank, None)
+            if (seconds := stopped_for(process.pid, self._stopped)) > STOPPED_SECONDS:
+                return (
+                    f"Rank {rank} (process {process.pid}) has been stopped (by SIGSTOP or a debugger) for "
+                    f"{seconds:.0f} s, and the others wait for it to begin the run. Let it go on or end it, and start "
+                    "the run again."
+                )
         return ""
 
     def end(self, patience: float = GRACE_SECONDS) -> None:
@@ -112,7 +108,8 @@ class Children:
                 process.wait(timeout=max(deadline - time.monotonic(), 0))
             if _has_failed(process):
                 logging.shutdown()
-                _leave(f"rank {rank} failed at the end of the run: {how_it_ended(process.pid, process.returncode)}", 1)
+                story = publish_end(rank, process.pid, process.returncode, is_over=True)
+                _leave(f"rank {rank} failed at the end of the run: {story}", 1)
 
     def _end_all(self, number: int, frame: object) -> None:
         """Handle SIGTERM until Lightning does: pass it on to the children, then end this process."""

@@ -1,6 +1,6 @@
 """Data loading: all ranks of a replica read the same batches, in the order of a single process.
 
-Ranks that must read alike (:mod:`smp_strategy.distributed.rng_sync`) draw from global generators, also for augmentation
+Ranks that must read alike (:mod:`smp_strategy.engine.data_readers`) draw from global generators, also for augmentation
 in ``on_after_batch_transfer``. Dropout on the stages draws from the same generators, a different number of times each.
 
 [Note: data stream] The data path therefore has generator states of its own.
@@ -19,18 +19,14 @@ import copy
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
-from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
+from smp_strategy.engine.data_readers import BatchSource, OwnStream
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.saving.resumable_loader import follow
 from smp_strategy.integrations.lightning.tree import Tree
@@ -44,16 +40,11 @@ _ADVICE = (
 )
 
 
-class DataRngSync(DataReaders):
+class DataRngSync(OwnStream):
     """The random number stream of the data path. See [Note: data stream].
 
-    Args:
-        engine: the engine of the run.
-        is_joint: whether tensor-parallel ranks read alike, too.
-        shares: whether the first rank of a replica sends its batches to the others.
-
-    Attributes:
-        data_ranks: the global ranks that read each share of the samples.
+    ``is_joint``: tensor-parallel ranks read alike, too. ``data_ranks``: the global ranks that read each share of the
+    samples.
     """
 
     def __init__(self, engine: Engine, *, is_joint: bool = True, shares: bool = False) -> None:
@@ -70,36 +61,8 @@ class DataRngSync(DataReaders):
             partners=None if is_joint else lambda: mesh.tp_group,
             shares=shares,
         )
-        self._state = global_state()
         # Sources of recent batches: Lightning uses several loaders at once, and prefetches.
         self._arrived: deque[tuple[weakref.ref[Tensor], BatchSource]] = deque(maxlen=_MOST_AHEAD)
-
-    def begin(self, *generators: torch.Generator) -> None:
-        """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
-        super().begin(*generators)
-        self._state = global_state()
-
-    def state(self) -> RngState:
-        """The generator state at which the next draw of the data path starts."""
-        return self._state
-
-    def set_state(self, state: RngState) -> None:
-        """Set the generator state at which the next draw of the data path starts."""
-        self._state = state
-
-    @contextmanager
-    def draws(self) -> Iterator[None]:
-        """Draw from the data stream while this is open."""
-        others = global_state()
-        nobody_else_drew = others == self._state
-        if not nobody_else_drew:
-            set_global_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = global_state()
-            if not nobody_else_drew:
-                set_global_state(others)
 
     def arrived(self, batch: Any, read: BatchSource | None) -> tuple[Any, BatchSource | None]:
         """Record the source of ``batch``; ranks compare it when Lightning moves the batch to the device."""

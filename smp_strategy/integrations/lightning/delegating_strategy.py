@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.engine import Engine, ProcessMesh
+from smp_strategy.engine.rank_group import RankGroup
 from smp_strategy.errors import SMPError
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks
 from smp_strategy.integrations.lightning.joining import compare_steps
@@ -45,12 +44,7 @@ _REDUCE = "`sync_dist=True` or `strategy.reduce`"
 
 
 class DelegatingStrategy(Host):
-    """A Lightning strategy that owns its parts and passes calls on to them.
-
-    Args:
-        config: all options.
-        arguments: for Lightning's base class.
-    """
+    """A Lightning strategy that owns its parts and passes calls on to them."""
 
     tree: Tree
     """The Lightning tree that this class was made for."""
@@ -136,10 +130,7 @@ class DelegatingStrategy(Host):
             sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
             total = sync(tensor, group, reduce_op="sum" if name in ("mean", "avg") else reduce_op)
             return total.copy_(total / dist.get_world_size(group)) if name in ("mean", "avg") else total
-        op = getattr(dist.ReduceOp, "SUM" if name in ("mean", "avg", "none") else name.upper())
-        collectives.barrier(_REDUCE, group)
-        collectives.all_reduce(tensor, op, group=group, doing=_REDUCE).wait()
-        return tensor.copy_(tensor / dist.get_world_size(group)) if name in ("mean", "avg") else tensor
+        return RankGroup(group).reduce(tensor, name, _REDUCE)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, or from ``group``; a single replica gathers nothing, like a single process."""
@@ -147,7 +138,7 @@ class DelegatingStrategy(Host):
         if group is None:
             return tensor
         if not self.is_in_step:
-            collectives.barrier("`self.all_gather`", group)
+            RankGroup(group).wait("`self.all_gather`")
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -158,8 +149,7 @@ class DelegatingStrategy(Host):
             vote = torch.tensor(int(decision), device="cpu")
             dist.all_reduce(vote)
             return int(vote) == dist.get_world_size() if all else bool(vote)
-        votes = collectives.gather_numbers(int(decision), "a decision of all ranks")
-        return min(votes) == 1 if all else max(votes) == 1
+        return RankGroup().agree(decision, "a decision of all ranks", all=all)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one rank to all."""
@@ -169,14 +159,14 @@ class DelegatingStrategy(Host):
             box = [obj]
             dist.broadcast_object_list(box, src)
             return box[0]
-        return collectives.tell(obj, src, "`strategy.broadcast`")
+        return RankGroup().tell(obj, src, "`strategy.broadcast`")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if self.is_in_step:
             dist.barrier()
         elif dist.is_initialized():
-            collectives.barrier("`strategy.barrier`")
+            RankGroup().wait("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:
         """The process group for values, or ``None`` for nobody. (LightningModule passes WORLD for "default".)"""

@@ -11,7 +11,6 @@ Lightning detects its own launcher, torchrun and SLURM. Three cases are missing:
 import os
 import zlib
 from collections.abc import Sequence
-from types import new_class
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +28,7 @@ __all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
 
 
 def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
-    """The devices of this machine when torchrun (or its like) has started the processes.
-
-    Raises:
-        ConfigError: the user has asked for a number of devices that is not the number of processes.
-    """
+    """The devices of this machine when torchrun (or its like) has started as many processes, else an error."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
     if started == len(devices):
         return devices
@@ -61,8 +56,7 @@ def submitit_environment(tree: Tree) -> Any | None:
     """The cluster environment of submitit's local executor, or ``None`` if it did not start this process."""
     if "SUBMITIT_LOCAL_GLOBALID" not in os.environ:
         return None
-    base = tree.fabric("plugins").ClusterEnvironment
-    return new_class("SubmititEnvironment", (SubmititHooks, base))()
+    return tree.subclass("SubmititEnvironment", SubmititHooks, tree.fabric("plugins").ClusterEnvironment)()
 
 
 class SubmititHooks(Host):

@@ -78,10 +78,9 @@ def compare_steps(trainer: Any) -> None:
 
 
 def meet_first(trainer: Any, settings: dict[str, str]) -> dist.Store | None:
-    """Compare ``settings`` before there is a process group; ``None``: there is one, or there are no other ranks.
+    """Compare ``settings`` before there is a process group; returns the store for it.
 
-    Returns:
-        The store for the process group.
+    ``None``: there is one, or there are no other ranks.
     """
     strategy = trainer.strategy
     environment, launcher = strategy.cluster_environment, strategy.launcher

@@ -13,13 +13,14 @@ Like Lightning's launcher it runs the script again for each further rank. It dif
 """
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import new_class
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from smp_strategy.config.special_paths import started_in
 from smp_strategy.engine.lifecycle.crash_report import culprit_of, keep_short
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Host
 else:
     Host = object  # make_launcher() adds the base class of the tree in use
-import sys
-from collections.abc import Iterable, Sequence
-
-from smp_strategy.config.special_paths import started_in
 
 __all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
 
@@ -148,18 +145,14 @@ def start_new_job() -> None:
 def make_launcher(tree: Tree, environment: Any, num_processes: int, num_nodes: int) -> "SMPLauncherHooks":
     """The launcher for one Lightning tree."""
     base = tree.pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
-    launcher: type[SMPLauncherHooks] = new_class(
-        "SMPLauncher", (SMPLauncherHooks, base), exec_body=lambda names: names.update(tree=tree)
+    launcher: SMPLauncherHooks = tree.subclass("SMPLauncher", SMPLauncherHooks, base)(
+        environment, num_processes, num_nodes
     )
-    return launcher(environment, num_processes, num_nodes)
+    return launcher
 
 
 def refuse_ranks_of_mpi(environ: Mapping[str, str]) -> None:
-    """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own.
-
-    Raises:
-        ConfigError: several processes were started.
-    """
+    """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own."""
     started = next((environ[name] for name in _OF_MPI if name in environ), "1")
     if started != "1":
         raise ConfigError(

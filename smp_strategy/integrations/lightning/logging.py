@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from smp_strategy.engine.figures.inspection import is_placed
 from smp_strategy.engine.join_results import StepArgument
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
-from smp_strategy.model.patching import Patches
+from smp_strategy.model.patching import Patches, subclass_of
 
 __all__ = ["merge_arguments", "noting", "DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 
@@ -52,12 +52,7 @@ _NOTING = "_smp_noting"
 
 @contextmanager
 def noting(loggers: Iterable[Any], note: Noting) -> Iterator[None]:
-    """Redirect writing calls of ``loggers`` while this is open.
-
-    Args:
-        loggers: the Trainer's loggers.
-        note: gets a writing method and its name, and returns its replacement.
-    """
+    """Redirect writing calls of ``loggers`` while this is open; ``note`` replaces a method, given with its name."""
     replaced = []
     for logger in loggers:
         # User code checks the logger's type, so its class is replaced by a subclass, not the object by a proxy.
@@ -73,7 +68,7 @@ def noting(loggers: Iterable[Any], note: Noting) -> Iterator[None]:
             del vars(logger)[_NOTING]
 
 
-def _noting_class(kind: type) -> type:
+def _noting_class(kind: type) -> Any:
     def __getattribute__(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if name == "experiment":
@@ -81,8 +76,7 @@ def _noting_class(kind: type) -> type:
         return vars(self)[_NOTING](value, name) if callable(value) and name.startswith(_WRITES) else value
 
     # No second base class: assigning `__class__` requires the same object layout.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**names, "__getattribute__": __getattribute__})
+    return subclass_of(kind, __getattribute__=__getattribute__)
 
 
 class _Experiment:
@@ -175,11 +169,8 @@ Call = TypeVar("Call", LoggedCall, DirectCall)
 class LogRecorder:
     """Records calls of ``module.log``, ``module.print`` and the loggers during a step.
 
-    Args:
-        module: the LightningModule.
-        tells_size: whether to log values with the number of samples in the step, because Lightning counts those of
-            this rank's batch.
-        share: broadcasts the value of a metric from its stage to all stages.
+    With ``tells_size`` values are logged with the number of samples in the step: Lightning counts those of this rank's
+    batch. ``share`` broadcasts the value of a metric from its stage to all stages.
     """
 
     def __init__(
@@ -255,12 +246,7 @@ def _as_it_is_now(value: Any) -> Any:
 
 
 def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[LoggedCall, Any]]:
-    """Yield one call per logged key and occurrence, in the order of first appearance.
-
-    Args:
-        notes: calls and values of each microbatch.
-        sizes: number of samples of each microbatch.
-    """
+    """Yield one call per logged key and occurrence, in the order of first appearance; ``sizes`` count samples."""
     for members in _grouped(LoggedCall, notes, sizes):
         call = members[0][0]
         weights, batch_size = _weights(members, total=sum(sizes))

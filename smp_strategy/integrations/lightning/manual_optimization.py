@@ -30,11 +30,7 @@ __all__ = ["ManualOptimization"]
 class ManualOptimization:
     """Patches of a fit under manual optimization.
 
-    Args:
-        engine: the engine of the run.
-        module: the LightningModule.
-        context: entered around each merged call (the precision plugin's, as around the step).
-        scaler: the loss scaler, if there is one.
+    ``context`` is entered around each merged call (the precision plugin's, as around the step).
     """
 
     def __init__(self, engine: Engine, module: Any, context: Context, scaler: GradScaler | None = None) -> None:
@@ -45,13 +41,7 @@ class ManualOptimization:
         self._patches = Patches()
 
     def install(self, optimizers: Sequence[Optimizer], wrapped: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Replace the methods.
-
-        Args:
-            optimizers: the user's optimizers.
-            wrapped: their LightningOptimizers.
-            schedulers: their learning rate schedulers.
-        """
+        """Replace the methods of optimizers, of their LightningOptimizers (``wrapped``), and of their schedulers."""
         for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
             for optimizer, step in zip(pair, (self._step(pair[0]), pair[1].step), strict=True):
                 self._patches.put(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))

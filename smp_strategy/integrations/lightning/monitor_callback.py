@@ -9,7 +9,6 @@ import functools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import new_class
 from typing import Any
 
 from smp_strategy.engine.figures.nonfinite import NonfinitePolicy
@@ -19,6 +18,7 @@ from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.precision_plugin import methods_with
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import subclass_of
 from smp_strategy.reports.run_figures import IN_PROGRESS_BAR
 
 __all__ = ["MonitorHooks", "make_monitor", "monitored"]
@@ -77,21 +77,15 @@ class MonitorHooks:
 def make_monitor(root: str) -> type[MonitorHooks]:
     """The class ``SMPMonitor`` for the Lightning tree ``root``."""
     tree = Tree(root)
-    where = "smp_strategy.integrations.lightning" if root == "lightning.pytorch" else "smp_strategy.pytorch_lightning"
-    body = {"tree": tree, "__module__": where, "__doc__": MonitorHooks.__doc__}
-    base = tree.pytorch("callbacks.callback").Callback
-    made: type[MonitorHooks] = new_class("SMPMonitor", (MonitorHooks, base), exec_body=lambda names: names.update(body))
+    made: type[MonitorHooks] = tree.subclass("SMPMonitor", MonitorHooks, tree.pytorch("callbacks.callback").Callback)
     return made
 
 
 @contextmanager
 def monitored(strategy: Any, callbacks: Iterable[Any], *, is_guarded: bool) -> Iterator[None]:
-    """Let the monitor among ``callbacks``, if there is one, hear of the steps of a run.
+    """Let the monitor among ``callbacks``, if there is one, hear of the steps of a run, whose engine exists.
 
-    Args:
-        strategy: the strategy, whose engine exists.
-        callbacks: of the Trainer.
-        is_guarded: whether updates can be left out: Lightning makes them, and not the user's step.
+    If it ``is_guarded``, updates can be left out: Lightning makes them, and not the user's step.
     """
     callback = next((each for each in callbacks if isinstance(each, MonitorHooks)), None)
     monitor = None if callback is None else callback.monitor
@@ -109,8 +103,8 @@ def monitored(strategy: Any, callbacks: Iterable[Any], *, is_guarded: bool) -> I
             lambda: map(unwrap, strategy.optimizers),
             warns=False,
         )
-        step = {"optimizer_step": methods_with(scaler, plain.stock_plugin, strategy.tree)["optimizer_step"]}
-        plugin.__class__ = type(plain.__name__, (plain,), {**step, "__module__": plain.__module__})
+        step = methods_with(scaler, plain.stock_plugin, strategy.tree)["optimizer_step"]
+        plugin.__class__ = subclass_of(plain, optimizer_step=step)
         plugin.scaler = scaler
     try:
         yield

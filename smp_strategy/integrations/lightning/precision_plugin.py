@@ -15,7 +15,7 @@ no hook is skipped: see [Note: commit] in :mod:`smp_strategy.engine.step_results
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.updates.grad_scaler import GradScaler, Unscale
 from smp_strategy.engine.updates.loss_scale import ScalingRules
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.model.patching import Patches
+from smp_strategy.model.patching import Patches, subclass_of
 
 __all__ = [
     "for_all_ranks",
@@ -144,14 +144,7 @@ def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
 def passing_over_skipped(
     module: Any, scaler: GradScaler, optimizers: Sequence[Optimizer], configs: Sequence[Any]
 ) -> Iterator[None]:
-    """Keep step-wise schedulers from moving in skipped steps while this is open, under automatic optimization.
-
-    Args:
-        module: the LightningModule, whose hook moves schedulers.
-        scaler: the loss scaler, which knows the skipped steps.
-        optimizers: the optimizers of the fit.
-        configs: Lightning's scheduler configs.
-    """
+    """Keep step-wise schedulers from moving in skipped steps while this is open, under automatic optimization."""
     hook = module.lr_scheduler_step
     by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
 
@@ -164,12 +157,6 @@ def passing_over_skipped(
         yield
 
 
-class ClipGradNorm(Protocol):
-    """Gradient clipping by the norm over all ranks' gradients, each counted once."""
-
-    def __call__(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
-
-
 def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
     """Zero the gradients before a step instead of after it: the step runs backward, and would hold both in memory."""
     for optimizer in optimizers:
@@ -180,21 +167,15 @@ def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
 def for_all_ranks(
     plugin: Any,
     tree: Tree,
-    clip_grad_norm: ClipGradNorm,
+    clip_grad_norm: Callable[[list[nn.Parameter], float], Tensor],
     begin_update: Callable[[Any], object],
     scaler_of: Callable[[Any], GradScaler | None],
 ) -> Any:
     """Make Lightning's precision plugin clip and scale by the gradients of all ranks.
 
     The plugin is the user's object and may be referenced elsewhere, so its class is replaced instead of the object. The
-    new class keeps its name, which Lightning uses as a key in checkpoints.
-
-    Args:
-        plugin: the plugin.
-        tree: the Lightning tree in use.
-        clip_grad_norm: clips by the norm over all ranks.
-        begin_update: called with each optimizer after the last hook that reads gradients, before its step.
-        scaler_of: makes the loss scaler for the plugin, if it needs one.
+    new class keeps its name, which Lightning uses as a key in checkpoints. ``begin_update`` is called with each
+    optimizer after the last hook that reads gradients, before its step.
     """
     stock = getattr(type(plugin), "stock_plugin", type(plugin))
 
@@ -208,16 +189,9 @@ def for_all_ranks(
         begin_update(optimizer)
 
     scaler = scaler_of(plugin)
-    names = {
-        "clip_grad_by_norm": clip_grad_by_norm,
-        "_after_closure": after_closure,
-        **({} if scaler is None else methods_with(scaler, stock, tree)),
-        "stock_plugin": stock,
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-    }
-    plugin.__class__ = type(stock.__name__, (stock,), names)
+    methods = {} if scaler is None else methods_with(scaler, stock, tree)
+    methods |= {"clip_grad_by_norm": clip_grad_by_norm, "_after_closure": after_closure}
+    plugin.__class__ = subclass_of(stock, stock_plugin=stock, **methods)
     given = getattr(plugin, "scaler", None)
     if not isinstance(given, GradScaler):
         plugin.given_scaler = given  # the user's or Lightning's

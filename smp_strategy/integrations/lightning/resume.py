@@ -25,7 +25,7 @@ import torch.distributed as dist
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.saving.rank_generators import of_groups, of_rank, packed, set_of_rank, unpacked
-from smp_strategy.engine.saving.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
+from smp_strategy.engine.saving.resumable_loader import batch_size_of, generator_states, pass_of, set_generators
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
     continue_sums,
@@ -46,13 +46,7 @@ KEY: Final = "resume"
 
 
 class Resumption:
-    """The state for exact resumption: collects it for a checkpoint, and applies it.
-
-    Args:
-        stream: the random numbers of the data path.
-        device: this rank's device.
-        tree: the Lightning tree in use.
-    """
+    """The state for exact resumption: collects it for a checkpoint, and applies it."""
 
     def __init__(self, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
         self._rank = dist.get_rank()
@@ -104,8 +98,8 @@ class Resumption:
         loaders, evaluated = _loaders(fit), _loaders(fit.epoch_loop.val_loop)
         found: dict[str, Any] = {
             "loaders": None,
-            "generators_of_loaders": _generator_states(loaders),
-            "generators_of_evaluation": _generator_states(evaluated),
+            "generators_of_loaders": list(map(generator_states, loaders)),
+            "generators_of_evaluation": list(map(generator_states, evaluated)),
         }
         fetcher = fit._data_fetcher
         if fetcher is not None and fetcher.iterator is not None and not is_epoch_read(fit):
@@ -146,9 +140,7 @@ class Resumption:
     def training_starts(self, trainer: Any, forget_gradients: Callable[[], None]) -> Mapping[str, Any] | None:
         """Apply the state that was read, and return it; ``None`` without one. See [Note: exact resume].
 
-        Args:
-            trainer: Lightning's Trainer.
-            forget_gradients: discards the accumulated gradients that were read.
+        ``forget_gradients`` discards the accumulated gradients that were read.
         """
         self._at_end = self._progress_at_end = None
         own, self._pending = self._pending, None
@@ -158,7 +150,7 @@ class Resumption:
         mine, fit = self._mine(state), trainer.fit_loop
         loaders = _loaders(fit)
         for loader, states in zip(loaders, mine["generators_of_loaders"], strict=False):
-            _set_generators(loader, states)
+            set_generators(loader, states)
         self._pending_evaluation = list(mine["generators_of_evaluation"])
         for loader in _loaders(fit.epoch_loop.val_loop):
             self.set_evaluation(loader)
@@ -188,7 +180,7 @@ class Resumption:
     def set_evaluation(self, loader: Any) -> None:
         """Restore the generators of the next validation loader; loaders are made at their first use."""
         if self._pending_evaluation:
-            _set_generators(loader, self._pending_evaluation.pop(0))
+            set_generators(loader, self._pending_evaluation.pop(0))
 
     def _mine(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The saved state of the data rank that read this rank's samples, if the number of data ranks is the same."""
@@ -263,22 +255,6 @@ def _place(loader: Any, num_unused: int) -> dict[str, Any] | None:
     return None
 
 
-def _generator_states(loaders: Sequence[Any]) -> list[list[torch.Tensor]]:
-    return [
-        [generator.get_state() for generator in generators_of(loader)]
-        if isinstance(loader, torch.utils.data.DataLoader)
-        else []
-        for loader in loaders
-    ]
-
-
-def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
-    if isinstance(loader, torch.utils.data.DataLoader):
-        generators = generators_of(loader)
-        if len(generators) == len(states):
-            set_generators(generators, states)
-
-
 # Keys of the engine's own state in a checkpoint; plain Lightning ignores both.
 CHECKPOINT_KEY: Final = "smp_strategy"
 _GRADIENTS: Final = "gradients"
@@ -287,11 +263,6 @@ _GRADIENTS: Final = "gradients"
 @final
 class ResumeHooks:
     """The strategy's part of exact resumption: adds the extra state to checkpoints and applies it.
-
-    Args:
-        config: returns the options.
-        engine: returns the engine of the run.
-        trainer: returns Lightning's Trainer.
 
     Attributes:
         has_stepped: under manual optimization, whether an optimizer has used the gradients of the last batch.

@@ -61,12 +61,7 @@ def _is_complete(val_loop: Any) -> bool:
 
 
 def correct_counters(fit: Any, progress: Mapping[str, bool]) -> None:
-    """Correct the counters of the loops, which Lightning has just read from a checkpoint.
-
-    Args:
-        fit: Lightning's fit loop.
-        progress: see :func:`progress_of`.
-    """
+    """Correct the counters of the loops, which Lightning has just read, by what :func:`progress_of` says."""
     epochs, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
     is_over = epochs.current.processed == epochs.current.started
     if progress["is_read"] and is_over:
@@ -88,11 +83,8 @@ def correct_counters(fit: Any, progress: Mapping[str, bool]) -> None:
 def do_due_work(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
     """Do the work that was due when the checkpoint was written, or let the loop do it. Call it when training starts.
 
-    Args:
-        fit: Lightning's fit loop.
-        progress: see :func:`progress_of`.
-        forget_gradients: discards the gradients that were read, at the point where Lightning zeroes them before
-            validation; they are set aside until the first step, where Lightning does not see them.
+    ``forget_gradients`` discards the gradients that were read, at the point where Lightning zeroes them before
+    validation; they are set aside until the first step, where Lightning does not see them.
     """
     loop = fit.epoch_loop
     if fit.restarting:
@@ -137,13 +129,7 @@ def _set_restarting(fit: Any, value: bool) -> None:
 def redistribute_positions(
     places: Sequence[Mapping[str, Any] | None], batch_sizes: Sequence[int | None], num_before: int, num_now: int
 ) -> tuple[list[dict[str, Any] | None], str | None]:
-    """Convert positions of data loaders to another number of data-parallel ranks.
-
-    Args:
-        places: the position of each loader on one of the previous ranks; see
-            :meth:`~smp_strategy.engine.saving.resumable_loader.LoaderPass.place`.
-        batch_sizes: the current batch size of each loader.
-        num_before, num_now: previous and current number of ranks that share the samples.
+    """Convert positions of data loaders, one of each, to another number of data-parallel ranks.
 
     Returns:
         The positions (``None`` for a loader that starts from the beginning), and a text about deviations, if any.
@@ -179,11 +165,7 @@ _STATES = ("value", "cumulated_batch_size")
 
 
 def sums_of(results: Any) -> dict[str, dict[str, Any]]:
-    """The accumulated sums of values that are logged per epoch.
-
-    Args:
-        results: Lightning's collection of logged metrics.
-    """
+    """The accumulated sums of values that are logged per epoch, in Lightning's collection of logged metrics."""
     return {
         key: {name: getattr(metric, name).detach().cpu().clone() for name in _STATES if hasattr(metric, name)}
         for key, metric in results.items()

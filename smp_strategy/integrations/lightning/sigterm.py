@@ -32,12 +32,9 @@ __all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
 
 @final
 class StopSignal:
-    """Agreement of all ranks on stopping after SIGTERM.
+    """Agreement of all ranks on stopping after SIGTERM: it travels with the notes that the engine's ledger compares.
 
-    Args:
-        trainer: Lightning's Trainer.
-        engine: its ledger has notes that all ranks compare; the signal travels with them.
-        stop: makes the exception that ends the run.
+    ``stop`` makes the exception that ends the run.
     """
 
     def __init__(self, trainer: Any, engine: Engine, stop: Callable[[], BaseException]) -> None:
@@ -99,12 +96,7 @@ def end_as_stopped(exception: BaseException, tree: Tree) -> None:
 
 
 def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None]) -> bool:
-    """Whether this process was probably started by hand.
-
-    Args:
-        environ: the environment variables.
-        streams: standard input, output and error; ``None`` for a missing stream.
-    """
+    """Whether this process was probably started by hand; ``streams`` are standard input, output and error."""
     return "SLURM_JOB_ID" not in environ and any(
         stream is not None and not stream.closed and stream.isatty() for stream in streams
     )

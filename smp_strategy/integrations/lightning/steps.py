@@ -8,11 +8,12 @@ ranks, so nothing here reads a value.
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.join_results import given, merge, refuse_not_joined
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
@@ -20,7 +21,18 @@ from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metric_values import NotedForwards, settle
 from smp_strategy.integrations.lightning.metrics import share_value
 
-__all__ = ["BatchChanges", "apply_changes", "changes_of", "contents_of", "is_looked_at"]
+__all__ = [
+    "BatchChanges",
+    "Context",
+    "accumulation_window",
+    "apply_changes",
+    "changes_of",
+    "contents_of",
+    "is_looked_at",
+    "run_eval_step",
+    "run_manual_step",
+    "run_training_step",
+]
 
 
 # --- changes of the batch --------------------------------------------------------------------------------------------
@@ -64,13 +76,7 @@ def changes_of(batch: Any, before: Mapping[Any, Any]) -> BatchChanges | None:
 
 
 def apply_changes(batch: Any, changes: Sequence[BatchChanges | None], sizes: Sequence[int]) -> None:
-    """Change ``batch`` as its microbatches have been changed.
-
-    Args:
-        batch: Batch of the step.
-        changes: Changes of each microbatch, with real tensors.
-        sizes: Number of samples in each microbatch.
-    """
+    """Change ``batch`` as its microbatches have been changed; ``sizes`` count their samples."""
     found = [(each, size) for each, size in zip(changes, sizes, strict=True) if each is not None]
     if not found:
         return
@@ -90,11 +96,6 @@ def apply_changes(batch: Any, changes: Sequence[BatchChanges | None], sizes: Seq
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:
-    from smp_strategy.engine.engine import Engine
-
-__all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
-
 # Hook that gets the batch of a step when it is over.
 _AFTER: Final = {
     "training_step": "on_train_batch_end",
@@ -107,7 +108,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def run_training_step(
-    engine: "Engine",
+    engine: Engine,
     module: Any,
     args: Sequence[Any],
     *,
@@ -123,8 +124,7 @@ def run_training_step(
         reduce: returns whether this batch ends the accumulation window; asked before the step and when the gradients
             are handed over.
         continues: whether gradients are added to those of earlier batches.
-        factor: factor of the loss before its backward: the float16 scale, divided by the number of accumulated
-            batches.
+        factor: factor of the loss before its backward.
 
     Returns:
         The merged outputs of the step; the loss hands its gradients over in ``backward()``.
@@ -152,7 +152,7 @@ def accumulation_window(trainer: Any) -> tuple[int, int]:
     return trainer.fit_loop.epoch_loop.batch_idx % length, length
 
 
-def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
+def run_manual_step(engine: Engine, module: Any, args: Sequence[Any], *, context: Context) -> Any:
     """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
     recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
     step = _microbatch_step(module, "training_step", recorder, args[1:], context)
@@ -162,13 +162,11 @@ def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, conte
 
 
 def run_eval_step(
-    engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context, is_joint: bool
+    engine: Engine, module: Any, name: str, args: Sequence[Any], *, context: Context, is_joint: bool
 ) -> Any:
     """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs.
 
-    Args:
-        context: entered around the forward of each microbatch.
-        is_joint: whether all ranks of a replica have read this batch.
+    ``is_joint``: all ranks of a replica have read this batch.
     """
     recorder = _recorder(engine, module, is_joint=is_joint)
     step = _microbatch_step(module, name, recorder, args[1:], context)
@@ -178,7 +176,7 @@ def run_eval_step(
     return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are used as a whole
 
 
-def _recorder(engine: "Engine", module: Any, *, is_joint: bool) -> LogRecorder:
+def _recorder(engine: Engine, module: Any, *, is_joint: bool) -> LogRecorder:
     return LogRecorder(module, tells_size=not is_joint, share=partial(share_value, engine))
 
 

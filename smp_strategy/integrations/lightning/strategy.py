@@ -18,6 +18,7 @@ Lightning's order of calls in ``fit``::
 step partitions the model, on real shapes; until then every rank has the whole model.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,13 +30,12 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
+from smp_strategy.config.option_signature import with_option_docs, with_option_signature
 from smp_strategy.config.parsing import as_timeout
-from smp_strategy.distributed.failure import publish_own
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.degrees import check_degrees
-from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.engine import BatchSource, Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
-from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit
+from smp_strategy.engine.lifecycle.run_lifecycle import fail_run, leave_at_exit
 from smp_strategy.engine.pretrained import deferring
 from smp_strategy.engine.updates.grad_scaler import GradScaler
 from smp_strategy.engine.updates.optimizer_steps import (
@@ -63,11 +63,12 @@ from smp_strategy.integrations.lightning.precision_plugin import (
 )
 from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
+from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_module, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
 
-__all__ = ["StrategyHooks"]
+__all__ = ["StrategyHooks", "make_strategy"]
 
 
 class StrategyHooks(DelegatingStrategy):
@@ -463,7 +464,7 @@ class StrategyHooks(DelegatingStrategy):
         """Publish the error to the other ranks, and end child processes that wait for this one."""
         self._has_failed = True
         end_as_stopped(exception, self.tree)
-        publish_own(exception)
+        fail_run(exception)
         if self._launcher is not None:
             # Ranks that only wait for this one cannot notice the error while it lives, and have none of their own.
             patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0
@@ -490,3 +491,15 @@ class StrategyHooks(DelegatingStrategy):
             return False
         self._engine.close()
         return True
+
+
+@functools.cache
+def make_strategy(root: str) -> type[StrategyHooks]:
+    """The class ``SMPStrategy`` for the Lightning tree ``root``.
+
+    Signature and docstring name each option with its type, default and sentence, for LightningCLI and ``help()``.
+    """
+    tree, docs = Tree(root), with_option_docs(StrategyHooks.__doc__)
+    init, base = with_option_signature(StrategyHooks.__init__), tree.pytorch("strategies.parallel").ParallelStrategy
+    strategy: type[StrategyHooks] = tree.subclass("SMPStrategy", StrategyHooks, base, __init__=init, __doc__=docs)
+    return strategy

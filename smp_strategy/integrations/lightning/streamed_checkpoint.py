@@ -44,11 +44,7 @@ class _Request(NamedTuple):
 class StreamedSaves:
     """Streamed saves of one strategy.
 
-    Args:
-        strategy: Lightning strategy.
-        tree: Lightning tree in use.
-        engine: Returns the engine of the run.
-        is_plain_file: Whether a path, with these storage options, is that of a file that this package writes itself.
+    ``is_plain_file`` says whether this package writes a path itself, as a file, with these storage options.
     """
 
     def __init__(
@@ -131,15 +127,9 @@ class StreamedSaves:
         self._request = self._states = None
 
     def write(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Write ``checkpoint`` as :func:`~smp_strategy.checkpoint.storage.full_file.write_full` does. Collective.
+        """Write ``checkpoint`` of global rank 0 as :func:`~smp_strategy.checkpoint.storage.full_file.write_full`.
 
-        Args:
-            checkpoint: Content of the file; used on global rank 0.
-            path: Path of the file, the same on all ranks.
-
-        Raises:
-            CheckpointError: It could not be written. The previous file is still there.
-            PeerFailedError: Global rank 0 could not write it.
+        Collective. The previous file is still there after an error.
         """
         assert self._states is not None
         self._engine().saved.write_full_checkpoint(self._states, checkpoint, path)
@@ -179,10 +169,7 @@ class StreamedSaves:
     def _are_known(self, owner: Any, name: str, most: int | None = None) -> bool:
         """Whether the method ``name`` of ``owner``, and those that it overrides, are Lightning's or of this package.
 
-        Args:
-            owner: Object with the method.
-            name: Name of the method.
-            most: Number of definitions to look at; 1: those that it overrides do not count.
+        ``most``: number of definitions to look at; 1: those that it overrides do not count.
         """
         found = [vars(each)[name] for each in (owner, *type(owner).__mro__) if name in vars(each)]
         known = _OURS, f"{self._tree.root}."

@@ -56,14 +56,7 @@ _ON_WEIGHTS = {*_COPYING, "ModelPruning", "BaseFinetuning"}
 
 
 class UserHooks:
-    """Patches of the overridden hooks of a run.
-
-    Args:
-        engine: the engine of the run.
-        module: the LightningModule.
-        tree: the Lightning tree in use.
-        saving: makes a context of hooks that are called during a save.
-    """
+    """Patches of the overridden hooks of a run; ``saving`` makes a context of those that are called during a save."""
 
     def __init__(
         self, engine: Engine, module: Any, tree: Tree, saving: Callable[[], AbstractContextManager[None]]
@@ -96,9 +89,9 @@ class UserHooks:
             self._install(callback, callback_class, _SAVING)
 
     def _install(self, owner: Any, kind: type, saving: Iterable[str]) -> None:
-        stand_ins = [
+        stand_ins: list[tuple[Iterable[str], Callable[..., Any]]] = [
             (_LOGGING, self._logging),
-            (_ENCLOSING[:1], self._around_step),
+            (_ENCLOSING[:1], partial(self._enclosing, updates=True)),
             (_ENCLOSING[1:], self._enclosing),
             (saving, self._saving),
         ]
@@ -141,9 +134,6 @@ class UserHooks:
             return result
 
         return run
-
-    def _around_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return self._enclosing(hook, updates=True)
 
     def _enclosing(self, hook: Callable[..., Any], *, updates: bool = False) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

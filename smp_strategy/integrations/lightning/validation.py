@@ -22,14 +22,7 @@ PRECISIONS: Final = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", 
 def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer], *, spreads: bool) -> None:
     """Raise one error for all unsupported features of this run.
 
-    Args:
-        trainer: the Trainer; its precision and callbacks are checked.
-        module: the LightningModule.
-        optimizers: the optimizers of ``configure_optimizers``; empty outside ``fit``.
-        spreads: whether a rank holds only some of the weights, or parts of them.
-
-    Raises:
-        ConfigError: one sentence about each problem, and one about its remedy.
+    ``spreads``: a rank holds only some of the weights, or parts of them. Outside of ``fit`` there are no optimizers.
     """
     problems = [*_of_trainer(trainer), *_of_module(module), *_of_optimizers(optimizers)]
     problems += _of_spread_weights(trainer) if spreads else []

@@ -74,11 +74,7 @@ def _is_internal(frame: FrameType) -> bool:
 def find_replica(config: SMPConfig, module: nn.Module | None, num_ranks: int, rank: int) -> tuple[int, int]:
     """The number of data-parallel readers and the index of this one, before the mesh exists.
 
-    Args:
-        config: all options.
-        module: the module as far as it is built; without a pipeline degree the number of stages depends on it.
-        num_ranks: the world size.
-        rank: this global rank.
+    The module is as far as it is built; without a pipeline degree the number of stages depends on it.
     """
     if module is None or not dist.is_initialized():
         return num_ranks, rank

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations import selection as checkpoint_notes
+import smp_strategy
+from smp_strategy.engine.module_marks import check_classes
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.integrations.sagemaker import nn as own_layers
 from smp_strategy.integrations.sagemaker.nn.transformer_layers import own_initialisation
 from smp_strategy.integrations.sagemaker.run_state import current_run, is_initialized
-from smp_strategy.model import annotations as stages
-from smp_strategy.tensor_parallel.plan import registry
-from smp_strategy.tensor_parallel.plan import user_choices as split_notes
 
 __all__ = [
     "checkpoint",
@@ -49,7 +47,7 @@ Class = TypeVar("Class", bound=type[nn.Module])
 
 def partition(index: int) -> AbstractContextManager[None]:
     """Context that places all modules created in it on stage ``index``; ignored with ``auto_partition``."""
-    return nullcontext() if _is_ignored("smp.partition") else stages.partition(index)
+    return nullcontext() if _is_ignored("smp.partition") else smp_strategy.partition(index)
 
 
 def set_partition(module: Module, index: int) -> Module:
@@ -59,7 +57,7 @@ def set_partition(module: Module, index: int) -> Module:
         UnsupportedError: the first step has decided on the partition.
     """
     _refuse_late("smp.set_partition", module)
-    return module if _is_ignored("smp.set_partition") else stages.set_partition(module, index)
+    return module if _is_ignored("smp.set_partition") else smp_strategy.set_partition(module, index)
 
 
 def set_activation_checkpointing(
@@ -71,7 +69,7 @@ def set_activation_checkpointing(
         UnsupportedError: the first step has decided on the partition.
     """
     _refuse_late("smp.set_activation_checkpointing", module)
-    return checkpoint_notes.set_activation_checkpointing(module, preserve_rng_state, pack_args_as_tuple, strategy)
+    return smp_strategy.set_activation_checkpointing(module, preserve_rng_state, pack_args_as_tuple, strategy)
 
 
 def tp_register(
@@ -101,9 +99,9 @@ def tp_register_with_module(
     If the twin is a layer of ``smp.nn``, which SageMaker's library puts in the place of a layer with values of its own,
     the layer stays and is split in place, and the hooks are not called.
     """
-    registry.check_classes(module_cls, dist_module)
+    check_classes(module_cls, dist_module)
     if dist_module not in _LAYERS:
-        registry.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
+        smp_strategy.tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)
     else:
         tell = current_run().note if is_initialized() else warnings.warn
         tell(
@@ -132,7 +130,7 @@ def set_tensor_parallelism(module: Module, enabled: bool = True, **tp_config: An
         tp_config: as of :func:`tensor_parallelism`.
     """
     _note_layer_options(tp_config, "smp.set_tensor_parallelism")
-    return split_notes.set_tensor_parallelism(module, enabled)
+    return smp_strategy.set_tensor_parallelism(module, enabled)
 
 
 @contextmanager
@@ -163,7 +161,7 @@ def model_creation(
 
 @contextmanager
 def _split(enabled: bool) -> Iterator[None]:
-    with split_notes.tensor_parallelism(enabled), own_initialisation() if enabled else nullcontext():
+    with smp_strategy.tensor_parallelism(enabled), own_initialisation() if enabled else nullcontext():
         yield
 
 

@@ -11,15 +11,16 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from smp_strategy import hierarchical_allreduce_hook
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.ddp_comm_hook import hierarchical_allreduce_hook
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.engine.model_calls.model_outputs import pack
@@ -49,20 +50,6 @@ _OUTSIDE: Final = (
     "The model is called with gradients outside of a function with `@smp.step`: put the call, its loss and "
     "`model.backward(loss)` into such a function, or call the model under `torch.no_grad()`."
 )
-
-
-@final
-class HookHandle:
-    """Handle that takes a hook away."""
-
-    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
-        self._hooks = hooks
-        self._hook = hook
-
-    def remove(self) -> None:
-        """Take the hook away."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 _SENT: Final = (
@@ -130,13 +117,13 @@ class DistributedModel(LocalParts):
         self._averages = average_grads_across_microbatches
         self._num_passes = 0
         self._kinds: dict[Any, tuple[int, bool]] = {}
-        self._post_partition: list[Hook] = []
-        self._post_step: list[Hook] = []
+        self._post_partition: OrderedDict[int, Hook] = OrderedDict()
+        self._post_step: OrderedDict[int, Hook] = OrderedDict()
         self._was_told = False
         # Ranks that split layers between them may have read samples of their own.
         kind = "mp" if run.config.prescaled_batch else "pp"
-        group, tell = run.process_group(kind), lambda: run.note(_SENT)
-        self._same_batches = SameBatches(run.members(kind), group, "a step with `@smp.step`", tell)
+        group, tell = run.groups[kind], lambda: run.note(_SENT)
+        self._same_batches = SameBatches(group.members, group.group, "a step with `@smp.step`", tell)
         name_layers(module)
         module._apply(self._prepared)
         self._start(config)
@@ -220,7 +207,7 @@ class DistributedModel(LocalParts):
             outputs, sizes = result.outputs, result.sizes
         if is_first and not was_announced:
             self._after_partition()
-        for hook in list(self._post_step):
+        for hook in list(self._post_step.values()):
             hook(self, self._optimizer)
         results, sizes = own_outputs([output.result for output in outputs], sizes, inputs.batch, self._engine)
         return over_microbatches(results, sizes)
@@ -291,18 +278,16 @@ class DistributedModel(LocalParts):
                 "all ranks, `smp.save_checkpoint(path, tag, partial=False)`, `model.state_dict()`, or `model.cpu()`, "
                 "after which `model.module` is whole on every rank."
             )
-        for hook in list(self._post_partition):
+        for hook in list(self._post_partition.values()):
             hook(self, self._optimizer)
 
-    def register_post_partition_hook(self, hook: Hook) -> HookHandle:
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` when the model is partitioned, before its first forward."""
-        self._post_partition.append(hook)
-        return HookHandle(self._post_partition, hook)
+        return _added(self._post_partition, hook)
 
-    def register_post_step_hook(self, hook: Hook) -> HookHandle:
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` after each step."""
-        self._post_step.append(hook)
-        return HookHandle(self._post_step, hook)
+        return _added(self._post_step, hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Take over a communication hook of PyTorch's DistributedDataParallel, before the first step.
@@ -379,6 +364,12 @@ class DistributedModel(LocalParts):
         self._engine.close()
 
 
+def _added(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
 def _sendable(step: Callable[[Any], StepValue]) -> Callable[[Any], StepValue]:
     """``step``, whose result has placeholders for objects that cannot be sent to all ranks."""
 
@@ -398,11 +389,7 @@ def _has_meta(module: nn.Module) -> bool:
 
 
 def options_for(hook: Callable[..., Any], config: SMPConfig) -> SMPConfig:
-    """``config`` with what ``hook`` does.
-
-    Raises:
-        UnsupportedError: it is neither one of PyTorch's nor :func:`hierarchical_allreduce_hook`.
-    """
+    """``config`` with what ``hook`` does: one of PyTorch's, or :func:`hierarchical_allreduce_hook`."""
     if hook is default_hooks.allreduce_hook:
         return config
     if hook is default_hooks.fp16_compress_hook:

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import SimpleNamespace
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from smp_strategy.integrations.sagemaker.run_state import (
     end_current,
     is_initialized,
 )
+from smp_strategy.model.patching import Patches
 
 __all__ = [
     "WORDS",
@@ -103,7 +104,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     note_settings({**parameters, **options, **of_process()}).compare("`smp.init`")
     run = RunState(given, device)
     begin_current(run)
-    run.at_end += [GlobalClipping().remove, _refuse_unwrapped(run)]
+    run.at_end += [_clip_globally(), _refuse_unwrapped(run)]
 
 
 def shutdown() -> None:
@@ -132,24 +133,12 @@ def ensure_process_group(device: torch.device) -> None:
     ensure_group(kind, backend, is_launched="RANK" in os.environ)
 
 
-_PLACES: Final = (torch.nn.utils, torch.nn.utils.clip_grad)
-_NAME: Final = "clip_grad_norm_"
-
-
-@final
-class GlobalClipping:
-    """Replacement of PyTorch's function, until :meth:`remove`."""
-
-    def __init__(self) -> None:
-        self._before = [getattr(place, _NAME) for place in _PLACES]
-        replaced = _around(self._before[0])
-        for place in _PLACES:
-            setattr(place, _NAME, replaced)
-
-    def remove(self) -> None:
-        """Put PyTorch's function back."""
-        for place, before in zip(_PLACES, self._before, strict=True):
-            setattr(place, _NAME, before)
+def _clip_globally() -> Callable[[], None]:
+    """Replace PyTorch's function, until the function that is returned is called."""
+    patches, replaced = Patches(), _around(torch.nn.utils.clip_grad_norm_)
+    for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+        patches.put(place, "clip_grad_norm_", replaced)
+    return patches.give_back
 
 
 def _around(original: Any) -> Any:
@@ -199,11 +188,7 @@ _OF_MPI: Final = {
 
 
 def given_parameters(environ: Mapping[str, str]) -> Any:
-    """Parameters that the launcher gives: a dict, the path of a JSON file, or ``None``.
-
-    Raises:
-        ConfigError: a variable has no JSON.
-    """
+    """Parameters that the launcher gives: a dict, the path of a JSON file, or ``None``."""
     text = environ.get(_PARAMETERS, "").strip()
     if not text:
         all_given = _json_in(environ, _ALL, {})
@@ -224,11 +209,7 @@ def _parsed(given: Any) -> Any:
 
 
 def set_launch_variables(environ: MutableMapping[str, str]) -> None:
-    """Set the variables of ``torchrun`` where ``mpirun`` has started the ranks.
-
-    Raises:
-        ConfigError: a variable of the toolkit has no JSON.
-    """
+    """Set the variables of ``torchrun`` where ``mpirun`` has started the ranks."""
     if "RANK" in environ or _OF_MPI["RANK"] not in environ:
         return
     for name, theirs in _OF_MPI.items():

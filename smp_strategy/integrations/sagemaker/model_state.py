@@ -120,7 +120,7 @@ def _is_divided(engine: Engine) -> bool:
 def _group(engine: Engine, *, is_sharded: bool = False) -> dist.ProcessGroup:
     """Ranks that hold different parts: those of a replica, or all."""
     is_sharded = is_sharded or engine.config.sharded_data_parallel_degree > 1
-    return current_run().process_group("world" if is_sharded else "mp")
+    return current_run().groups["world" if is_sharded else "mp"].group
 
 
 class LocalParts(nn.Module):

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.engine.rank_group import RankGroup
 from smp_strategy.errors import CheckpointError, ConfigError
 from smp_strategy.integrations.sagemaker.run_state import current_run
 
@@ -102,7 +102,7 @@ class RankType(Enum):
 
 def _members(kind: str) -> list[int]:
     """Global ranks of this rank's group of a ``kind``."""
-    return current_run().members(kind)
+    return list(current_run().groups[kind].members)
 
 
 def _rank_in(kind: str) -> int:
@@ -184,32 +184,32 @@ def mp_size() -> int:
 
 def get_world_process_group() -> dist.ProcessGroup:
     """Process group of all ranks."""
-    return current_run().process_group("world")
+    return current_run().groups["world"].group
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
     """Process group of the stages of this replica."""
-    return current_run().process_group("pp")
+    return current_run().groups["pp"].group
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
     """Process group of the ranks that split layers with this one."""
-    return current_run().process_group("tp")
+    return current_run().groups["tp"].group
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
     """Process group of the ranks with the same part of the same stage."""
-    return current_run().process_group("rdp")
+    return current_run().groups["rdp"].group
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
     """Process group of the ranks with the same stage."""
-    return current_run().process_group("dp")
+    return current_run().groups["dp"].group
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
     """Process group of the ranks of this replica."""
-    return current_run().process_group("mp")
+    return current_run().groups["mp"].group
 
 
 def get_pp_group() -> list[int]:
@@ -245,7 +245,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     kind = _checked(group, CommGroup).value
     for member in _members(kind):
         if member != current_run().rank:
-            collectives.send_object(obj, member, _MESSAGE)
+            RankGroup.send(obj, member, _MESSAGE)
 
 
 def send(obj: Any, dest: int, rank_type: RankType) -> None:
@@ -256,7 +256,7 @@ def send(obj: Any, dest: int, rank_type: RankType) -> None:
         dest: Rank of the receiver.
         rank_type: Group in which ``dest`` counts.
     """
-    collectives.send_object(obj, _global(dest, rank_type), _MESSAGE)
+    RankGroup.send(obj, _global(dest, rank_type), _MESSAGE)
 
 
 def recv_from(src: int, rank_type: RankType) -> Any:
@@ -266,19 +266,17 @@ def recv_from(src: int, rank_type: RankType) -> Any:
         src: Rank of the sender.
         rank_type: Group in which ``src`` counts.
     """
-    return collectives.receive_object(_global(src, rank_type), _MESSAGE)
+    return RankGroup.receive(_global(src, rank_type), _MESSAGE)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """All-gather a picklable object of each rank of ``group``, in the order of the ranks. Collective."""
-    kind = _checked(group, CommGroup).value
-    return collectives.gather_objects(obj, "`smp.allgather`", current_run().process_group(kind))
+    return current_run().groups[_checked(group, CommGroup).value].gather(obj, "`smp.allgather`")
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait for all ranks of ``group``."""
-    kind = _checked(group, CommGroup).value
-    collectives.barrier("`smp.barrier`", current_run().process_group(kind))
+    current_run().groups[_checked(group, CommGroup).value].wait("`smp.barrier`")
 
 
 def dp_barrier() -> None:

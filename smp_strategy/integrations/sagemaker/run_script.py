@@ -40,11 +40,7 @@ def run(given: Namespace) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a script as ``__main__``.
-
-    Returns:
-        Exit status: 0, or 2 if the script cannot be started. Errors of the script itself are raised.
-    """
+    """Run a script as ``__main__``; exit status 2: it cannot be started. Errors of the script itself are raised."""
     try:
         if not arguments:
             raise ConfigError(f"There is no script. Usage: {_USAGE}.")
@@ -71,11 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def install_names() -> None:
-    """Make SageMaker's names importable.
-
-    Raises:
-        ConfigError: the real library is installed.
-    """
+    """Make SageMaker's names importable, unless the real library is installed."""
     present = importlib.util.find_spec("smdistributed")
     if present is not None and present.origin != _ORIGIN:
         raise ConfigError(

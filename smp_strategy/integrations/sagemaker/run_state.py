@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.sagemaker_options import SageMakerConfig, render_sagemaker
-from smp_strategy.distributed.process_groups import new_subgroup
 from smp_strategy.engine.degrees import shape_with
 from smp_strategy.engine.lifecycle.crash_report import has_crashed
 from smp_strategy.engine.lifecycle.run_lifecycle import leave_at_exit
+from smp_strategy.engine.rank_group import RankGroup
 from smp_strategy.errors import SMPError
-from smp_strategy.model.trace.pytree import flatten
 
 if TYPE_CHECKING:
     from smp_strategy.integrations.sagemaker.distributed_model import DistributedModel
@@ -37,28 +36,15 @@ _AXES: Final[Mapping[str, tuple[str, ...]]] = {
 
 @final
 class RunState:
-    """Options, place of this rank, models and optimizers of a script.
-
-    The default process group must exist. Collective.
-
-    Args:
-        given: configuration of SageMaker's library.
-        device: compute device of this rank.
+    """Options, place of this rank, models and optimizers of a script. Its construction is collective.
 
     Attributes:
         parameters: SageMaker's parameters as given.
-        config: the options.
-        device: as given.
-        rank: global rank of this process.
         shape: degrees and rank order.
-        delays: whether models that are being created get their values later.
-        models: models that are wrapped.
-        optimizers: optimizers that are wrapped.
+        groups: groups of this rank, by kind.
+        models, optimizers: those that are wrapped.
         noted: notes that were given already.
         at_end: called when the run ends.
-
-    Raises:
-        ConfigError: the degrees do not fit the number of ranks.
     """
 
     def __init__(self, given: SageMakerConfig, device: torch.device) -> None:
@@ -67,41 +53,15 @@ class RunState:
         self.device = device
         self.rank = dist.get_rank()
         self.shape = shape_with(self.config, self.config.pipeline_parallel_degree or 1)
-        self.delays = False
         self.models: list[DistributedModel] = []
         self.optimizers: list[DistributedOptimizer] = []
         self.noted: set[str] = set()
         self.at_end: list[Callable[[], None]] = []
-        self._groups = self._made_groups()
+        world = RankGroup(dist.group.WORLD, tuple(range(self.shape.world_size)))
+        self.groups = {"world": world, **RankGroup.along(self.shape, _AXES)}
         for line in (*given.notes, render_sagemaker(given.options)):
             self.report(line)
         leave_at_exit(self._leave)
-
-    def _made_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Process groups, one for each set of ranks. Collective."""
-        world = dist.group.WORLD
-        assert world is not None
-        found: dict[str, dist.ProcessGroup] = {"world": world}
-        known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-        for kind, axes in _AXES.items():
-            groups = [sorted(each) for each in self.shape.groups(*axes)]
-            key = tuple(map(tuple, groups))
-            if key not in known:
-                mine = new_subgroup(groups)
-                assert mine is not None
-                known[key] = mine
-            found[kind] = known[key]
-        return found
-
-    def members(self, kind: str) -> list[int]:
-        """Global ranks of this rank's group, ascending."""
-        if kind == "world":
-            return list(range(self.shape.world_size))
-        return sorted(self.shape.group(self.rank, *_AXES[kind]))
-
-    def process_group(self, kind: str) -> dist.ProcessGroup:
-        """Process group of this rank."""
-        return self._groups[kind]
 
     def report(self, text: str) -> None:
         """Print ``text``, on rank 0."""
@@ -114,10 +74,10 @@ class RunState:
             self.noted.add(text)
             self.report(text)
 
-    def model_in(self, arguments: Any) -> "DistributedModel":
-        """Model among ``arguments`` of a step, or the only one of the script."""
+    def model_in(self, leaves: Iterable[Any]) -> "DistributedModel":
+        """Model among the arguments of a step, or the only one of the script."""
         known = {id(model): model for model in self.models}
-        found = {id(leaf): known[id(leaf)] for leaf in _leaves(arguments) if id(leaf) in known}
+        found = {id(leaf): known[id(leaf)] for leaf in leaves if id(leaf) in known}
         candidates = list(found.values()) or self.models
         if len(candidates) == 1:
             return candidates[0]
@@ -139,19 +99,15 @@ class RunState:
                 model.leave()
         self.models.clear()
         self.optimizers.clear()
-        self._groups.clear()
+        self.groups.clear()
 
     def _leave(self) -> bool:
         """Close everything when the process ends; whether process groups are to be dropped."""
-        if has_crashed() or not self._groups:
+        if has_crashed() or not self.groups:
             return False
         with contextlib.suppress(Exception):
             self.close(at_exit=True)
         return True
-
-
-def _leaves(arguments: Any) -> Iterable[Any]:
-    return flatten(arguments)[0]
 
 
 class _Current:

@@ -28,11 +28,7 @@ Function = Callable[..., Any]
 
 @final
 class MicrobatchLosses:
-    """Losses that the code of a microbatch has noted.
-
-    Args:
-        may_note: whether backward will run.
-    """
+    """Losses that the code of a microbatch has noted, if backward will run."""
 
     def __init__(self, *, may_note: bool) -> None:
         self.may_note = may_note
@@ -76,13 +72,7 @@ def losses_of_microbatch() -> MicrobatchLosses | None:
 
 
 def note_losses(function: Function, inputs: StepInputs, *, may_note: bool) -> Callable[[Any], StepValue]:
-    """Make the engine's step of a call.
-
-    Args:
-        function: the user's.
-        inputs: arguments of the call.
-        may_note: whether backward will run.
-    """
+    """Make the engine's step of a call of the user's ``function``."""
 
     def run(microbatch: Mapping[str, Any]) -> StepValue:
         losses = MicrobatchLosses(may_note=may_note)
@@ -168,9 +158,8 @@ def _decorated(function: Function, *, whole: Sequence[str], axes: Mapping[str, i
                 "`detach_outputs=False` has no effect: backward is over when a step returns, so its outputs are "
                 "detached."
             )
-        model = current_run().model_in((args, kwargs))
         inputs = StepInputs(signature, args, kwargs, whole=whole, axes=axes)
-        return model.run_step(function, inputs)
+        return current_run().model_in(inputs.leaves).run_step(function, inputs)
 
     return run
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from smp_strategy.engine.join_results import by_leaf, opened
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.pytree import flatten, flatten_output, is_opened_value
 
 __all__ = ["StepInputs", "check_names", "StepOutput", "over_microbatches"]
 
@@ -52,17 +52,7 @@ class _Slicer:
 
 @final
 class StepInputs:
-    """Arguments of a call of a step.
-
-    Args:
-        signature: of the function.
-        args, kwargs: the arguments.
-        whole: names of arguments that are not cut.
-        axes: dim along which others are cut, by name.
-
-    Attributes:
-        batch: what is cut, by names that messages show.
-    """
+    """Arguments of a call of a step. ``batch`` is what is cut, by names that messages show."""
 
     def __init__(
         self,
@@ -104,6 +94,11 @@ class StepInputs:
         positional, named = values[: self._num_positional], values[self._num_positional :]
         return function(*positional, **dict(zip(self._names, named, strict=True)))
 
+    @property
+    def leaves(self) -> Iterator[Any]:
+        """Everything among the arguments that is no container."""
+        return (leaf for leaves, _ in self._flat for leaf in leaves)
+
     def described(self) -> tuple[Any, ...]:
         """Key of calls that probably take the same path: kinds of the arguments, flags and words among them."""
         return tuple((tuple(map(_described, leaves)), str(structure)) for leaves, structure in self._flat)
@@ -134,13 +129,11 @@ def _positional_names(signature: inspect.Signature, number: int) -> list[str]:
 
 
 def _flattened(value: Any) -> tuple[list[Any], Any]:
-    if isinstance(value, PackedSequence):
-        return pytree.tree_flatten(value, lambda node: isinstance(node, PackedSequence))
     if isinstance(value, set | frozenset) and any(isinstance(item, Tensor) for item in value):
         raise ConfigError(
             "A step got a set of tensors, whose order differs between ranks. Give a list or a tuple instead."
         )
-    return flatten_output(value)
+    return opened(value)
 
 
 def _cut(leaf: Any, axis: int) -> Any:
@@ -211,32 +204,11 @@ def _added(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def over_microbatches(results: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the results of microbatches: tensors become a :class:`StepOutput` each, other values lists.
+    """Join the results of microbatches: tensors become a :class:`StepOutput` each, other values lists."""
 
-    Args:
-        results: result of each microbatch.
-        sizes: number of samples in each.
-    """
-    flat = [flatten(result, _is_size, is_opened_value) for result in results]
-    if any(structure != flat[0][1] for _, structure in flat):
-        flat = [_opened(result) for result in results]
-    structure = flat[0][1]
-    if structure.is_leaf() or any(other != structure for _, other in flat):
-        return _joined(results, sizes)
-    joined = [over_microbatches(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(joined, structure)
+    def join(values: Sequence[Any]) -> Any:
+        if all(isinstance(value, Tensor) for value in values):
+            return StepOutput(values, sizes)
+        return None if all(value is None for value in values) else list(values)
 
-
-def _opened(result: Any) -> tuple[list[Any], Any]:
-    """Direct contents of a container."""
-    return flatten(result, lambda node: node is not result)
-
-
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if all(isinstance(value, Tensor) for value in values):
-        return StepOutput(values, sizes)
-    return None if all(value is None for value in values) else list(values)
-
-
-def _is_size(node: Any) -> bool:
-    return type(node) is torch.Size
+    return by_leaf(results, join)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
+from smp_strategy.config.degree_check import check_degree
+from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.errors import ConfigError
 
 PERMUTATIONS = ["".join(letters) for letters in itertools.permutations("DPT")]

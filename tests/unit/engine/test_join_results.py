@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from smp_strategy.engine import join_results as joining
-from smp_strategy.engine.join_results import NotJoined, merge, refuse_not_joined
+from smp_strategy.engine.join_results import NotJoined, by_leaf, merge, refuse_not_joined
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.microbatch import split
 
@@ -150,3 +150,9 @@ def test_distributions_and_namespaces_are_merged_by_their_attributes():
     assert (found.name, len(found.x)) == ("a", 4)
     with pytest.raises(UnsupportedError, match="size"):
         int(found.size)
+
+
+def test_results_are_joined_leaf_by_leaf_as_far_as_they_are_built_alike():
+    assert by_leaf([{"a": 1, "b": (2, 3)}, {"a": 4, "b": (5, 6)}], list) == {"a": [1, 4], "b": ([2, 5], [3, 6])}
+    assert by_leaf([{"a": [1], "b": 2}, {"a": [1, 2], "b": 3}], list) == {"a": [[1], [1, 2]], "b": [2, 3]}
+    assert by_leaf([(1, 2), (3,)], list) == [(1, 2), (3,)]

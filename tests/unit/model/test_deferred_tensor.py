@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from smp_strategy.engine.pretrained import read_now
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, read_now, run_of, undefer
+from smp_strategy.model.deferred_tensor import DeferredTensor, defer, own_values, run_of, undefer
 
 CPU = torch.device("cpu")
 VALUES = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))

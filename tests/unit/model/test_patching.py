@@ -2,7 +2,7 @@ import copy
 
 from torch import nn
 
-from smp_strategy.model.patching import Patches
+from smp_strategy.model.patching import Patches, subclass_of
 
 
 class Named:
@@ -41,3 +41,16 @@ def test_copies_of_a_module_call_their_own_method():
     assert copied(1) == 1
     patches.give_back()
     assert module(1) == 1
+
+
+class Loud:
+    def call(self):
+        return super().call().upper()
+
+
+def test_the_class_of_a_single_object_looks_like_that_of_others():
+    owner = Named()
+    owner.__class__ = subclass_of(Named, Loud, name="of the object")
+    assert owner.call() == "OF THE OBJECT"
+    assert repr(type(owner)) == repr(Named)
+    assert Named().call() == "of the class"

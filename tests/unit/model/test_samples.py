@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import default_collate
 
-from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.join_results import merge
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.samples import find_samples, samples_in
+from smp_strategy.model.samples import BatchSource, find_samples, samples_in
 from smp_strategy.pipeline.microbatch import split
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy import set_tensor_parallelism
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.plan.user_choices import set_tensor_parallelism
 
 __all__ = [
     "DistributedAttentionLayer",

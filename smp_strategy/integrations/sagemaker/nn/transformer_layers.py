@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy import set_tensor_parallelism
+from smp_strategy.engine.module_marks import is_enabled
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.sagemaker.nn.attention_layers import (
     DistributedAttentionLayer,
@@ -32,7 +34,6 @@ from smp_strategy.integrations.sagemaker.nn.attention_layers import (
     FusedLayerNorm,
     initialised,
 )
-from smp_strategy.tensor_parallel.plan.user_choices import is_enabled, set_tensor_parallelism
 
 __all__ = [
     "DistributedTransformer",

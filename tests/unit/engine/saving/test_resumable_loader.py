@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from smp_strategy.distributed.rng_state import global_state, set_global_state
-from smp_strategy.distributed.rng_sync import DataReaders
+from smp_strategy.engine.data_readers import DataReaders
 from smp_strategy.engine.saving.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.lightning.resume_progress import redistribute_positions

@@ -12,9 +12,9 @@ does from the beginning with the option ``share_batches``. Other differences are
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,20 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.same_inputs import digest_of
 from smp_strategy.distributed.agreement.topics import NUM_BATCHES
-from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, generators_of, global_state, restore
+from smp_strategy.distributed.rng_state import (
+    RngState,
+    capture,
+    drawing_from,
+    generators_of,
+    global_state,
+    restore,
+    set_global_state,
+)
 from smp_strategy.distributed.torch_private import default_group
 from smp_strategy.errors import SMPError
+from smp_strategy.model.samples import BatchSource
 
-__all__ = ["BatchSource", "DataReaders"]
+__all__ = ["BatchSource", "DataReaders", "OwnStream"]
 
 _CHECKED_BATCHES = 2
 _COMPARISON: Final = "a comparison of batches"
@@ -39,19 +48,6 @@ _SHARED: Final = (
     "others, as with `share_batches=True`. To save that, seed the generator alike on all ranks."
 )
 _LOG: Final = logging.getLogger("smp_strategy")
-
-
-class BatchSource(NamedTuple):
-    """Composition of a batch, as its data loader knows it."""
-
-    number: int
-    """Number of samples in it."""
-    lists: frozenset[tuple[Any, ...]] = frozenset()
-    """Paths of lists in it with one tensor per sample."""
-    others: tuple[int, ...] = ()
-    """Numbers of samples that other loaders have put into it."""
-    is_of_numbers: bool = False
-    """Whether the loader has asked for samples by numbers, which all ranks of a replica draw alike."""
 
 
 class DataReaders:
@@ -192,6 +188,44 @@ class DataReaders:
         if self._partners is None:
             return
         Ledger().note(NUM_BATCHES, what).compare("a comparison of how many batches there are", self._partners())
+
+
+class OwnStream(DataReaders):
+    """Readers whose data path has generator states of its own. See [Note: data stream] of Lightning's data.
+
+    While nothing else draws, the global state moves along with the stream.
+    """
+
+    def __init__(self, *ranks: Any, **options: Any) -> None:
+        super().__init__(*ranks, **options)
+        self._state = global_state()
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """Take over the global generators, and ``generators``, of the first rank. Collective."""
+        super().begin(*generators)
+        self._state = global_state()
+
+    def state(self) -> RngState:
+        """The generator state at which the next draw of the data path starts."""
+        return self._state
+
+    def set_state(self, state: RngState) -> None:
+        """Set the generator state at which the next draw of the data path starts."""
+        self._state = state
+
+    @contextmanager
+    def draws(self) -> Iterator[None]:
+        """Draw from the data stream while this is open."""
+        others = global_state()
+        nobody_else_drew = others == self._state
+        if not nobody_else_drew:
+            set_global_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = global_state()
+            if not nobody_else_drew:
+                set_global_state(others)
 
 
 def _alone() -> DataReaders:
