@@ -22,7 +22,8 @@ from typing import Final, final
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import BackgroundCall, current_run, publish_own
+from smp_strategy.distributed.background_call import BackgroundCall
+from smp_strategy.distributed.failure import current_run, publish_own
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import SMPError
 
