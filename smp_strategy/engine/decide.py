@@ -46,12 +46,7 @@ def decide(
     """Decide the stage of each unit; collective over all ranks.
 
     Args:
-        config: All options.
-        inputs: Module, and environment of its dry run.
-        shape: Number of stages, and their ranks.
         first: Step, its first microbatch, and the function that picks the loss out of its result.
-        given: Stage of each unit, if it is decided already.
-        chosen: Activation policies that the options set for units.
         num_parameters: Number of parameters of each unit, before layers were split.
         measuring: Context in which single ranks run units by themselves.
 
@@ -115,9 +110,7 @@ def fitting_partition(
     units may recompute activations, as under `activation_checkpointing=auto`.
 
     Args:
-        config: All options.
         program_under: Planning problem under other options.
-        num_stages: Number of stages.
         given: Stage of each unit, if it is decided already.
 
     Raises:
@@ -175,9 +168,6 @@ def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: 
     """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
 
     Args:
-        config: All options.
-        inputs: Units.
-        machine: Cost model of recomputation.
         chosen: Activation policies that the options, or the user by hand, set for units.
     """
     free: frozenset[str] = frozenset()
@@ -212,11 +202,6 @@ def step_program(
     """Planning problem; without a trace, units count as a chain in order of registration.
 
     Args:
-        config: All options.
-        inputs: Module and its optimizers.
-        found: Result of the dry run.
-        costs: Costs of its calls.
-        shape: Number of stages, and of ranks that share a stage's tensors.
         limits: Memory limit of a rank of each stage, in bytes; ``None``: unlimited.
     """
     spreading = ShardingOf.of(config, shape, sends_copies=is_host(inputs.device))

@@ -58,8 +58,6 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     """Degrees of all axes for the ranks of this run.
 
     Args:
-        config: All options.
-        module: Module to partition.
         report: Called with the choice, or with a warning that a pipeline is not worthwhile.
 
     Raises:

@@ -51,12 +51,9 @@ class DelayedModule:
     """Tensors of a module that are on the meta device, until they get values. Does nothing if there are none.
 
     Args:
-        root: Full module.
         seed: Seed of the values, the same on all ranks.
-        device: Device where they are made.
 
     Attributes:
-        device: As given.
         has_made_values: Whether some tensors had no values before the first step.
     """
 

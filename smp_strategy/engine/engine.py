@@ -66,10 +66,7 @@ class Engine:
     """Runs a module under the layout that a configuration asks for. One engine serves one module.
 
     Args:
-        config: all options.
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
-        device: device of this rank.
-        timeout: longest wait for another rank; ``None``: that of the backend.
         defaults: names of options that the door has set, and not the user.
 
     Attributes:
@@ -186,8 +183,6 @@ class Engine:
         """Attach ``module``, which is whole on every rank; collective. A detached module is partitioned as before.
 
         Args:
-            module: the model to train.
-            optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.isolation.microbatch_state`.
             trains: whether there will be training steps. ``module`` may be as :meth:`stays_spread` says.
@@ -227,7 +222,6 @@ class Engine:
         """Whether no rank has all of ``module`` since the last run, and the next one begins with that.
 
         Args:
-            module: the model of the next run.
             trains: whether the next run trains. Then ``module`` must have been built without values, and the last run
                 must have ended well.
         """
@@ -424,8 +418,6 @@ class Engine:
         """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
 
         Args:
-            function: code that needs values, a metric for instance.
-            args, kwargs: its arguments.
             unknown: called instead in the dry run, where nothing has a value.
         """
         if self._calls.runtime is None:

@@ -33,7 +33,6 @@ def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = Fa
     """Broadcast the parameters and buffers of rank 0 to all ranks; collective.
 
     Args:
-        module: Module to train.
         ledger: Earlier notes, compared together with the model.
         may_lack_values: Whether tensors may be on the meta device, the same ones on all ranks.
 
@@ -82,9 +81,6 @@ def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed:
     """Make the process mesh, choose the units of ``module``, and begin an undecided layout. Collective over all ranks.
 
     Args:
-        parts: Parts of the engine, which get the module, the mesh and the layout.
-        module: Full module, perhaps without values.
-        seed: Seed that all ranks have agreed on.
         is_placed: Whether the user has placed all modules, if the user does; otherwise the first step is the latest
             time.
 

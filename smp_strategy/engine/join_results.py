@@ -84,8 +84,6 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
     """Merge the results of the microbatches by the rules of the module docstring.
 
     Args:
-        outputs: result of each microbatch.
-        sizes: number of samples of each microbatch.
         path: position of these values in the result of the step.
     """
     if len(outputs) == 1:

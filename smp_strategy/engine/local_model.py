@@ -67,13 +67,7 @@ class LocalModel:
     """Parameters, gradients and optimizer state of this rank. The constructor frees all other values; collective.
 
     Args:
-        module: Module, full until now.
-        ownership: Map from parameters to stages.
-        mesh: Process mesh.
-        config: All options.
         delayed: Tensors without values yet, and the device where they are made.
-        ledger: Notes for comparison with all ranks.
-        split: Split layers.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
 
     Attributes:
@@ -250,7 +244,6 @@ class LocalModel:
         """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`.
 
         Args:
-            optimizer: As given there.
             settings: Settings that ranks compare beside those of the optimizer.
         """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]

@@ -40,9 +40,7 @@ def own_outputs(
 
     Args:
         results: result of each microbatch of the joint batch.
-        sizes: number of samples in each of these.
         batch: what this rank has read.
-        engine: engine of the model.
     """
     if engine.config.prescaled_batch or engine.mesh.tp == 1:
         return results, sizes
@@ -114,8 +112,6 @@ class SameBatches:
 
     Args:
         members: global ranks that must have the same.
-        group: their process group.
-        doing: name of a step, for messages.
         tell: called once if they differ.
     """
 

@@ -34,12 +34,7 @@ def take_holdings(
     """Free the values that this rank does not hold, and shard the parameters of its stage. Collective.
 
     Args:
-        module: Full module.
-        ownership: Map from parameters to stages.
-        mesh: Process mesh.
-        config: All options.
         delayed: Tensors without values yet, and the device where they are made.
-        parts: Parts of split layers.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
     """
     is_sharded = mesh.shard_group is not None

@@ -47,7 +47,6 @@ class UnitCalls:
         runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
         exposed: Exposed attributes of units, and their uses.
         known_places: Knowledge about places that steps write to.
-        mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
         written_weights: Parameters that code above the units writes to in steps, as far as known.
         written_lately: Those that the last dry run has written to, by id.

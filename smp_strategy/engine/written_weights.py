@@ -28,7 +28,6 @@ class WrittenWeights(TorchFunctionMode):
     """Mode that keeps the values of ``parameters`` that may be written to, and puts them back at the end.
 
     Args:
-        parameters: parameters of the module.
         known: those that earlier dry runs have found; new ones are added.
         is_in_unit: whether code of a unit is running, which has tensors of its own in dry runs.
 

@@ -31,9 +31,6 @@ class MicrobatchBackward:
 
     Args:
         program: program whose forward is complete.
-        loss: loss of the microbatch.
-        weight: factor of the loss.
-        stage: this rank's stage.
         goes_on: whether the program continues after this backward, and may run another one.
         retain_graph: whether another backward may pass through the same graph.
     """

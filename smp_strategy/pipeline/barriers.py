@@ -34,7 +34,6 @@ class Barrier:
     act: Callable[[list[Any]], Any]
     """Action, called by the scheduler with the value of each microbatch; all microbatches get its result."""
     value: Any
-    """Value of this microbatch."""
 
 
 @final
@@ -42,7 +41,6 @@ class BarrierRun:
     """Runs the microbatches of one step from barrier to barrier.
 
     Attributes:
-        runner: as given.
         answer: result of the last barrier, which the microbatches get when they are resumed.
     """
 
@@ -127,11 +125,8 @@ class BarrierSteps:
     """Runs steps with barriers.
 
     Args:
-        current: holder of the running program.
         collectives: collectives of the user, which mean the replicas in a step and all ranks at a barrier.
-        runner_of: factory of the runner of a job's microbatches.
         offloading: factory of the context of activation offload, entered while microbatches run.
-        flush: confirms all messages that were sent.
 
     Attributes:
         dry_values: values with which a dry run has come to barriers: losses, among others.

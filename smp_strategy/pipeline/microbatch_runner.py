@@ -31,15 +31,9 @@ class MicrobatchRunner:
     """Runs the microbatches of one step, segment by segment.
 
     Args:
-        stage: this rank's stage.
-        microbatches: arguments of the step, one per microbatch.
-        job: the step that every microbatch runs.
-        threads: thread pool; every microbatch takes one thread.
-        current: holder of the running program.
         private: private state of the microbatches; ``None`` for a single microbatch without recomputation.
 
     Attributes:
-        stage, job, private: as given.
         offload: activation offload of the stage.
         programs: interpreters of the microbatches.
         coroutines: their code.

@@ -24,7 +24,6 @@ def finish_off_plan(runner: MicrobatchRunner, *, is_in_order: bool, improvises: 
     """Complete all microbatches of a stage that has left the plan.
 
     Args:
-        runner: runner of the microbatches.
         is_in_order: whether under the plan all stages complete one microbatch after the other. They can do so off the
             plan as well, which keeps the order of collectives equal on all ranks.
         improvises: called before microbatches continue in the order of their messages.

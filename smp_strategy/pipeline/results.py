@@ -31,9 +31,6 @@ def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_s
 
     Args:
         tree: tree with placed tensors, the same ones on all stages.
-        transport: transport among the stages; ``None`` for a single stage.
-        stage: this rank's stage.
-        num_stages: number of stages.
 
     Returns:
         A function that waits and returns ``tree`` with real, detached tensors.

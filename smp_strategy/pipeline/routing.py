@@ -69,12 +69,7 @@ class Placement(NamedTuple):
 
 @final
 class Router:
-    """Applies the routing rule to the events of one microbatch, one after the other.
-
-    Args:
-        stage_of: stage of each unit, by qualified name.
-        num_stages: number of pipeline stages.
-    """
+    """Applies the routing rule to the events of one microbatch, one after the other."""
 
     def __init__(self, stage_of: Mapping[str, int], num_stages: int) -> None:
         self._stage_of = stage_of
@@ -154,10 +149,6 @@ def gradient_uses(
 
     A value gets a gradient if it requires one and the loss depends on it. Within one event every output is taken to
     depend on every input.
-
-    Args:
-        events: events of a microbatch with their placements.
-        loss: number of the loss; ``None``: there is no loss.
 
     Returns:
         The numbers of the values with a gradient, and pairs (value, segment that used it and returns a gradient).

@@ -23,7 +23,6 @@ class StepEnd:
     """Agreement and broadcast at the end of one step; collective: all stages make one for each step, and finish it.
 
     Args:
-        stage: this rank's stage.
         programs: programs of the step, which have all ended.
         results: tree of their return values, with placed tensors.
     """

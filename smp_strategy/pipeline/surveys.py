@@ -22,12 +22,7 @@ __all__ = ["alone", "entered", "rehearse", "survey"]
 
 @contextmanager
 def alone(runtime: Runtime, generators: GlobalGenerators) -> Iterator[MicrobatchInterpreter]:
-    """Context of code of the glue that runs once, on every stage, outside of the microbatches; gives its program.
-
-    Args:
-        runtime: runtime of the stage.
-        generators: global generators that it draws from, which are synchronised over the stages.
-    """
+    """Context of code of the glue that runs once, on every stage, outside of the microbatches; gives its program."""
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, generators=generators, current=runtime.current)
     with entered(runtime, program):
         yield program
@@ -59,11 +54,7 @@ def survey(
     """Trace ``step`` by one dry run.
 
     Args:
-        runtime: runtime of a dry stage.
-        step: the user's code.
-        microbatch: argument of the step.
         loss_of: picks the loss from its result; ``None``: there is no backward.
-        watch: looks for a loss that compares samples.
 
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
@@ -87,8 +78,6 @@ def rehearse(runtime: Runtime, job: Job, microbatches: Sequence[Any]) -> None:
 
     Args:
         runtime: runtime of a stage with a rehearsal, which decides where microbatches pause.
-        job: step that every microbatch runs.
-        microbatches: arguments of the step, one per microbatch.
     """
     rehearsal = runtime.stage.rehearsal
     assert rehearsal is not None

@@ -81,8 +81,6 @@ def note_on_comparison(operation: str, sizes: Sequence[int], *, num_stages: int,
 
     Args:
         operation: What it computes with several samples at once.
-        sizes: Number of samples in each microbatch.
-        num_stages: Number of stages.
         takes_whole: Whether batches are not cut from now on.
     """
     whole = show_count(sum(sizes), "sample")
@@ -133,10 +131,8 @@ def notes_on_buffers(module: nn.Module, written: Collection[str], *, replicas: i
     """Sentence on buffers that layers of ``module`` update while they train: codebooks, queues, running means.
 
     Args:
-        module: The model.
         written: Names of buffers that layers write to.
         replicas: Number of replicas that share their buffers.
-        microbatches: Number of microbatches of a step.
     """
     modules = dict(module.named_modules())
     names = [name for name in sorted(written) if not isinstance(modules.get(name.rpartition(".")[0]), _NormBase)]

@@ -22,7 +22,6 @@ class FlagRecord(NamedTuple):
     """Values that are not finite."""
 
     step: int
-    """Training step."""
     microbatch: int
     part: Literal["output", "loss", "gradient"]
     """``gradient``: of the unit's output."""
@@ -79,7 +78,6 @@ def first_cause(found: Sequence[FlagRecord], stage_of: Mapping[str, int]) -> str
     """Where NaN or infinity came from, in words.
 
     Args:
-        found: Records of all ranks.
         stage_of: Stage of each unit, in the order in which they run.
     """
     order = {unit: number for number, unit in enumerate(stage_of)}

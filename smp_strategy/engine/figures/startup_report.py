@@ -29,7 +29,6 @@ def render_order(kind: str, names: Sequence[str]) -> str:
     """Reason why microbatches do not take turns, in a sentence.
 
     Args:
-        kind: Kind of step.
         names: Attributes or variables in which a microbatch leaves state for the next one.
     """
     where = f"`{'`, `'.join(names[:3])}`" if names else "attributes or variables"

@@ -61,10 +61,7 @@ class HookView:
     """View of all parameters across stages during a hook. Enter it on all stages of a replica alike.
 
     Args:
-        holdings: Parameters of this rank.
         full: Makes those that are sharded or split full from their first use on.
-        transport: Point-to-point transport between the stages.
-        inference: Inference of results by metadata.
 
     Attributes:
         generators: Global generators, which follow draws on some of the stages.

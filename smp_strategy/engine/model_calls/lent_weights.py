@@ -23,8 +23,6 @@ class LentWeights:
     """Values of the parameters that this rank lacks, for a while.
 
     Args:
-        model: The prepared model.
-        engine: Runs it.
         gather: Gathers the full state dict of the model on this rank; ``None``: not all ranks can take part now.
     """
 

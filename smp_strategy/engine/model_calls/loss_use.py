@@ -13,16 +13,15 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
 
-from smp_strategy.distributed.torch_private import keeps_graph, will_run
+from smp_strategy.distributed.torch_private import keeps_graph
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.join_results import merge
 from smp_strategy.engine.model_calls.model_inputs import ModelInputs
 from smp_strategy.engine.model_calls.model_outputs import (
     Packed,
     loss_in,
+    on_graph,
     only_of_input,
     only_once,
     place_on_graph,
@@ -33,36 +32,14 @@ from smp_strategy.engine.step_results import TrainStep
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_output
 
-__all__ = ["LossUses", "Repetition", "UndecidedCall"]
-
-
-@final
-class LossUses:
-    """Trained results, for each kind of call that returns a loss and other differentiable results."""
-
-    def __init__(self) -> None:
-        self._is_outside: dict[Any, bool] = {}
-
-    def is_known(self, way: Any) -> bool:
-        """Whether a backward has told."""
-        return way in self._is_outside
-
-    def is_outside(self, way: Any) -> bool:
-        """Whether calls of the kind ``way`` train on other results than the loss."""
-        return self._is_outside.get(way, False)
-
-    def learn(self, way: Any, *, is_outside: bool) -> None:
-        """Note what a backward has reached; other results are not forgotten."""
-        self._is_outside[way] = is_outside or self.is_outside(way)
+__all__ = ["Repetition", "UndecidedCall"]
 
 
 class Repetition(NamedTuple):
     """Repetition of a call."""
 
     forward: Callable[[], ForwardStep]
-    """Runs it forward only."""
     before: StateBefore
-    """State before the call."""
 
 
 @final
@@ -70,12 +47,9 @@ class UndecidedCall:
     """A call that has run forward and backward for its loss, and may run otherwise.
 
     Args:
-        step: has run.
         weights: of the losses of its microbatches.
         commit: adds the gradients of the loss, times the given number.
         factor: of the loss in the gradients of inputs.
-        inputs: differentiable inputs.
-        repetition: runs the call once more.
         combine: see :func:`~smp_strategy.engine.model_calls.model_outputs.gradients_come_later`.
         learn: is told whether backward has reached more than the loss.
     """
@@ -112,26 +86,27 @@ class UndecidedCall:
         outputs, loss = self._step.outputs, self._step.loss
         assert loss is not None
         found = [self._leaves[number][place] for number, place in self._places]
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        handed, *others = _Undecided.apply(anchor, self, loss, *self.inputs.tensors, *found)  # type: ignore[no-untyped-call]
+        handed, *others = on_graph([loss.detach().clone(), *found], self.inputs.tensors, self._backward)
         later = iter(others)
         merged = merge(
             [place_on_graph(each, lambda of: [next(later) for _ in of]) for each in outputs], self._step.sizes
         )
         return replace_loss(merged, handed)
 
-    def of_loss(self, gradient: Tensor) -> list[Tensor]:
-        """Backward from the loss alone; returns the gradients of inputs."""
-        self._learn(False)
-        self._commit(gradient)
-        return self.of_inputs_only(gradient)
+    def _backward(self, gradients: Sequence[Tensor | None], trains: bool) -> list[Tensor]:
+        """Backward from some of the results; returns the gradients of inputs. Collective if it is not from the loss."""
+        loss, *others = gradients
+        if loss is not None and self._again is None and all(each is None for each in others):
+            if trains:
+                self._learn(False)
+                self._commit(loss)
+            scale = loss / loss.new_tensor(self._factor)
+            return [each * scale for each in self._of_inputs]
+        if not trains:
+            raise only_of_input()
+        return self._of_all(loss, others, retain_graph=keeps_graph())
 
-    def of_inputs_only(self, gradient: Tensor) -> list[Tensor]:
-        """Gradients of the inputs, if the loss has ``gradient``."""
-        scale = gradient / gradient.new_tensor(self._factor)
-        return [each * scale for each in self._of_inputs]
-
-    def of_all(self, loss: Tensor | None, others: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
+    def _of_all(self, loss: Tensor | None, others: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
         """Backward from any results, of which ``others`` are those of the microbatches. Collective."""
         self._learn(True)
         given: list[list[Tensor | None]] = [[None] * len(each) for each in self._leaves]
@@ -153,11 +128,6 @@ class UndecidedCall:
             self._again.backward(given, retain_graph=retain_graph)
         return self.inputs.gradients() if self.inputs else []
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether it has run forward once more."""
-        return self._again is not None
-
     def _check_same(self, again: ForwardStep) -> None:
         packed: list[Packed] = again.outputs
         places = [(number, place) for number, each in enumerate(packed) for place in each.places]
@@ -175,28 +145,3 @@ class UndecidedCall:
                 "`loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of "
                 "what the model returns."
             )
-
-
-class _Undecided(torch.autograd.Function):
-    """Identity of the loss and of all results of the microbatches; backward tells which of them are trained on."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: UndecidedCall, loss: Tensor, *tensors: Tensor) -> Any:
-        ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
-        ctx.num_results = len(tensors) - len(call.inputs.tensors)
-        ctx.set_materialize_grads(False)
-        return loss.detach().clone(), *(leaf.detach() for leaf in tensors[len(call.inputs.tensors) :])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, loss: Tensor | None, *others: Tensor | None) -> Any:
-        call: UndecidedCall = ctx.call
-        trains = will_run(ctx.anchor)
-        if all(each is None for each in others) and loss is not None and not call.is_repeated:
-            of_inputs = call.of_loss(loss) if trains else call.of_inputs_only(loss)
-        elif not trains:
-            raise only_of_input()
-        else:
-            retain_graph = keeps_graph()
-            of_inputs = call.of_all(loss, others, retain_graph=retain_graph)
-        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

@@ -13,7 +13,7 @@ computes is the mean over the samples of the whole group, on each rank: the mean
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ __all__ = [
     "is_differentiable",
     "joined",
     "loss_in",
+    "on_graph",
     "only_of_input",
     "only_once",
     "pack",
@@ -44,6 +45,10 @@ __all__ = [
     "replace_loss",
     "with_loss",
 ]
+
+
+Backward = Callable[[Sequence[Tensor | None], bool], Sequence[Tensor]]
+"""Backward from the gradients of results, and whether it reaches more than the inputs; returns those of the inputs."""
 
 
 class Packed(NamedTuple):
@@ -57,12 +62,7 @@ class Packed(NamedTuple):
 
 @final
 class OmittedResult:
-    """Placeholder for a result that stays with the stages; any use raises.
-
-    Args:
-        what: description of the result.
-        remedy: advice how to get it.
-    """
+    """Placeholder for a result that stays with the stages; any use raises."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self._what = what
@@ -104,8 +104,6 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int], *, sums: bool) -> Any:
     """Join the results of the microbatches.
 
     Args:
-        outputs: result of each microbatch.
-        sizes: number of samples in each.
         sums: whether a loss among them is a sum over samples, as opposed to a mean.
     """
     result = merge(outputs, sizes)
@@ -170,19 +168,17 @@ def with_loss(
     """Merge the results of a step whose backward has run; the loss in them hands over the gradients.
 
     Args:
-        outputs: result of each microbatch.
-        sizes: number of samples in each.
-        loss: loss over all of them.
         commit: adds gradients times the given number to ``.grad``.
         remedy: advice in the error about gradients of other results.
-        inputs: gradients of differentiable inputs.
     """
 
-    def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
-        refused: Sequence[Tensor] = _RefuseBackward.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
-        return refused
+    def refuse(gradients: Sequence[Tensor | None], trains: bool) -> NoReturn:
+        raise UnsupportedError(
+            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
+            f"already, together with forward, for the loss alone. {remedy}"
+        )
 
-    ended = [place_on_graph(packed, refuse) for packed in outputs]
+    ended = [place_on_graph(packed, lambda leaves: on_graph(leaves, (), refuse)) for packed in outputs]
     handed = loss_that_commits(loss, only_once(commit))
     if inputs is not None:
         handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
@@ -195,8 +191,6 @@ def gradients_come_later(
     """Merge the results of a step whose backward runs when the script calls it.
 
     Args:
-        step: has run forward.
-        inputs: differentiable inputs.
         sums: whether a loss among the results is a sum over samples.
         combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
@@ -205,15 +199,17 @@ def gradients_come_later(
     leaves = [flatten_output(packed)[0] for packed in step.outputs]
     found = [leaves[number][place] for number, place in places]
 
-    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
+    def run(gradients: Sequence[Tensor | None], trains: bool) -> list[Tensor]:
+        if not trains:
+            raise only_of_input()
+        retain_graph = keeps_graph()
         given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
         for (number, place), gradient in zip(places, gradients, strict=True):
             given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
         step.backward(given, retain_graph=retain_graph)
         return inputs.gradients() if inputs else []
 
-    anchor = _anchor(found)
-    later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
+    later = iter(on_graph(found, inputs.tensors, run))
     ended = [place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs]
     return joined(ended, step.sizes, sums=sums)
 
@@ -227,8 +223,11 @@ def place_on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tenso
     return pytree.tree_unflatten(leaves, structure)
 
 
-def _anchor(like: Sequence[Tensor]) -> Tensor:
-    return torch.zeros((), device=like[0].device, requires_grad=True)
+def on_graph(results: Sequence[Tensor], inputs: Sequence[Tensor], run: Backward) -> Sequence[Tensor]:
+    """``results`` on the graph of the script, above ``inputs``: their backward is ``run``."""
+    anchor = torch.zeros((), device=results[0].device, requires_grad=True)
+    found: Sequence[Tensor] = _Results.apply(anchor, run, len(inputs), *inputs, *results)  # type: ignore[no-untyped-call]
+    return found
 
 
 def only_once(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -258,22 +257,6 @@ def only_of_input() -> UnsupportedError:
     )
 
 
-class _RefuseBackward(torch.autograd.Function):
-    """Identity whose backward raises: backward of this call has run already, for its loss only."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
-        ctx.remedy = remedy
-        return tuple(leaf.detach() for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(
-            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
-            f"already, together with forward, for the loss alone. {ctx.remedy}"
-        )
-
-
 class _ContinueIntoInputs(torch.autograd.Function):
     """Identity of the loss; backward hands existing gradients to the differentiable inputs."""
 
@@ -289,8 +272,8 @@ class _ContinueIntoInputs(torch.autograd.Function):
         return gradient, None, None, *(each * scale for each in ctx.gradients)
 
 
-class _DeferredBackward(torch.autograd.Function):
-    """Identity of all results; backward runs the engine's backward with their gradients."""
+class _Results(torch.autograd.Function):
+    """Identity of results; see :func:`on_graph`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
@@ -301,8 +284,5 @@ class _DeferredBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not will_run(ctx.anchor):
-            raise only_of_input()
-        retain_graph = keeps_graph()
-        of_inputs = ctx.run(gradients, retain_graph=retain_graph)
+        of_inputs = ctx.run(gradients, will_run(ctx.anchor))
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

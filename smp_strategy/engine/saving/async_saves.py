@@ -67,7 +67,6 @@ class AsyncSaves:
         """Remove a checkpoint of either form after the save in flight. On a single rank.
 
         Args:
-            path: the checkpoint.
             how: removes it instead, e.g. the user's ``CheckpointIO``.
         """
         self._later(how or (lambda: commit.remove(any_path(path))), path, leaves=False)

@@ -55,10 +55,6 @@ def put_whole_objects(
     """Replace, on global rank 0, entries of ``checkpoint`` that contain objects of the run by copies. Collective.
 
     Args:
-        checkpoint: The content of a checkpoint.
-        saved: Collects values.
-        module: The module of the run.
-        optimizers: Its optimizers.
         looking_plain: Context in which the door has no patches on parts of the module.
     """
     with saved.looking_plain(), looking_plain():

@@ -260,7 +260,6 @@ class SavedState:
         """Write what :meth:`full_optimizer_state` returns, atomically, one tensor at a time. Collective.
 
         Args:
-            optimizer: Optimizer of the module.
             path: Path of the new file, on global rank 0.
 
         Raises:

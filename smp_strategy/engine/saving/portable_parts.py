@@ -83,8 +83,6 @@ def put_together(
     """All parts put together. Collective over ``group``.
 
     Args:
-        part: that of this rank.
-        doing: name of the call, for messages.
         group: ranks that have the parts.
         on_first_only: whether only the first rank of the group gets the result; the others get an empty dict.
     """

@@ -101,12 +101,7 @@ class _CountedBatch(NamedTuple):
 
 @final
 class _Counting:
-    """Collate function that also records the number of samples; it is sent to workers.
-
-    Args:
-        collate: the loader's collate function.
-        is_of_numbers: see :class:`~smp_strategy.distributed.rng_sync.BatchSource`.
-    """
+    """Collate function that also records the number of samples; it is sent to workers."""
 
     def __init__(self, collate: Callable[[Any], Any], *, is_of_numbers: bool) -> None:
         self._collate = collate

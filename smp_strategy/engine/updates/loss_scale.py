@@ -38,7 +38,6 @@ class ScalingRules:
     """Initial value and changes of the scale."""
 
     init_scale: float = PrecisionOptions.init_scale
-    """Initial scale."""
     growth_factor: float = PrecisionOptions.scale_factor
     """Factor of growth; 1 for a static scale."""
     backoff_factor: float = 1 / PrecisionOptions.scale_factor
@@ -95,7 +94,6 @@ class ScalingRules:
         """The scale after a step.
 
         Args:
-            state: Scale of the step.
             overflowed: Whether the step was skipped because a gradient was infinite or not a number.
         """
         if overflowed:

@@ -76,7 +76,6 @@ class BatchRecord(TorchFunctionMode):
 
     Args:
         microbatches: arguments of the step; the program of the first one is recorded.
-        sizes: number of samples in each.
         copied: copy of the first one with which its program runs instead.
     """
 
@@ -208,8 +207,6 @@ class BatchRecord(TorchFunctionMode):
         """Compute ``wanted`` for another microbatch.
 
         Args:
-            wanted: what to compute.
-            microbatch: number of the microbatch.
             known: results of entries that are given.
 
         Raises:

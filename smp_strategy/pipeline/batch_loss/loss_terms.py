@@ -112,9 +112,6 @@ def term_of(
     """Find out whether a call of the glue is a term.
 
     Args:
-        function: what is called.
-        args, kwargs: its arguments, with placed tensors.
-        record: knows the tensors of the batch.
         selections: of placed tensors, by the number of their values.
     """
     name = operation_name(function)

@@ -41,13 +41,10 @@ class LossWeights:
     """Terms of the losses of one step, and their weights.
 
     Args:
-        microbatches: arguments of the step.
-        sizes: number of samples in each.
         applies: whether terms that this stage runs get their weights; others still know them as terms.
         tells: whether problems are of interest.
 
     Attributes:
-        tells: as given.
         problems: calls whose counts are not known, as sentences.
         is_wrong: whether a count was another one than expected.
     """

@@ -106,7 +106,6 @@ class SampleWatch:
         """After the program: find out what has led to its loss.
 
         Args:
-            trace: of the program.
             losses: further tensors from which backward begins.
         """
         leading = {loss.value.id for loss in losses if isinstance(loss, PlacedTensor)}

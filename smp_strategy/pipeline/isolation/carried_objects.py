@@ -84,8 +84,6 @@ class CarriedObjects:
 
         Args:
             call: Makes the call, given callee and arguments.
-            unit: Name of the unit.
-            callee, args, kwargs: The unit and its arguments.
             real: Returns the real tensor of a placed one that is on this stage.
             lend: Called, if this is a dry run, with arguments that it may change.
         """
@@ -130,9 +128,6 @@ class CarriedObjects:
         On an accelerator, reading them would wait for the device.
 
         Args:
-            microbatch: Number of the microbatch.
-            name: Name of the unit or operation.
-            leaves: Arguments.
             but: Positions of those that the call overwrites: `torch.empty` leaves other values on each rank.
         """
         if not looks_closely(self._num_steps):
@@ -192,8 +187,6 @@ class CarriedContents:
     """Contents of the objects among the arguments of one call; see [Note: contents of objects].
 
     Args:
-        unit: Name of the unit that is called.
-        objects: Objects among its arguments.
         real: Returns the real tensor of a placed one that is on this stage.
 
     Attributes:

@@ -19,8 +19,6 @@ class ProgramDraws:
     """Seeds of the random calls of one program.
 
     Args:
-        streams: random streams of the stage.
-        seed: seed of the program.
         generators: global generators that the program draws from, as all stages do; ``None``: streams of its own.
     """
 

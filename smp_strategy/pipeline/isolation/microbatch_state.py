@@ -53,10 +53,8 @@ class MicrobatchState:
     """State of the microbatches of each step. One object lasts for all steps.
 
     Args:
-        glue: modules above the units.
         units: units; their own attributes count only if hooks may set them.
         exposed: returns the modules inside of units whose attributes code above the units reads.
-        known: knowledge about places.
     """
 
     def __init__(

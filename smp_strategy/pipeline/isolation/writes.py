@@ -30,7 +30,6 @@ class WatchedWrites:
 
     Args:
         written: called before the glue of a program sets or deletes an attribute of a module.
-        current: holder of the running program.
     """
 
     def __init__(self, written: Callable[[nn.Module, str], None], current: CurrentProgram) -> None:

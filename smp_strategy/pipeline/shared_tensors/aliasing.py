@@ -45,9 +45,6 @@ def take_change(
     """Turn ``tensor`` into the result of an in-place operation.
 
     Args:
-        tensor: placed tensor that was changed.
-        value, spec: value and metadata of the result.
-        where: segment of the operation.
         here: number of this segment and the real tensor, on the stage that ran the operation.
     """
     if spec.size != tensor.spec.size:
@@ -164,9 +161,6 @@ def place_plain(
 
     Args:
         tensor: plain tensor; becomes the placed tensor itself, since the user refers to it.
-        interpreter: interpreter of the program.
-        program_trace: trace of the program.
-        graph: real tensors of the microbatch on this stage.
         computes: whether this stage has values; false in a dry run.
     """
     spec = TensorSpec.of(tensor)

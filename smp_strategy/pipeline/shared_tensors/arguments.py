@@ -25,9 +25,6 @@ class CallArguments:
     """Prepares the arguments of the calls of one program.
 
     Args:
-        interpreter: interpreter of the program.
-        program_trace: trace of the program.
-        stage: this rank's stage.
         exposed: attributes that units set, if the program is a dry run; else ``None``.
     """
 

@@ -80,8 +80,6 @@ def call_with_known(
     """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
 
     Args:
-        function: function of the user.
-        args, kwargs: its arguments.
         make_known: broadcasts the values of the tensors that it gets to every stage.
     """
     leaves, structure = flatten_call(args, kwargs)

@@ -35,8 +35,6 @@ def must_run_everywhere(call: InterpretedCall, prediction: Prediction, plain: Se
     """Whether every stage should apply the operation, rather than one stage.
 
     Args:
-        call: the call.
-        prediction: its prediction.
         plain: positions of the plain tensors that it will change.
 
     Raises:

@@ -49,7 +49,6 @@ def has_teacher(units: Iterable[Unit], trained: Collection[int]) -> bool:
     ``teacher.blocks.3`` may follow ``student.blocks.3``; ``blocks.3`` is frozen beside ``blocks.7``.
 
     Args:
-        units: Units of the model.
         trained: Ids of the parameters that an optimizer trains.
     """
     frozen, learning = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
@@ -99,7 +98,6 @@ class WeightOperations(GlueOperations):
     """Mode that makes events of the glue's operations on weights of units, if these need no gradient.
 
     Args:
-        program: the program of the microbatch.
         tensors: tensors of units that lie on one stage each, by id.
         begin_use: called before a weight is used, with its name and whether it is written to.
     """

@@ -42,12 +42,6 @@ def open_channels(
 ) -> list[Channel]:
     """Open a channel between this rank's stage and each. Collective over all ranks.
 
-    Args:
-        stage_ranks: global rank of each stage.
-        group: process group of the stages.
-        chosen: option ``stage_transport``.
-        device: device of this rank.
-
     Raises:
         ConfigError: a path is asked for that is impossible between two ranks.
     """

@@ -32,10 +32,8 @@ class PlaceHeader(Header):
     """Receive buffer of such a header.
 
     Args:
-        spec: expected tensor.
         num_words: number of words after the strides.
         take: finds the tensor by the strides of the original and the words.
-        goes_on: as for any header.
     """
 
     def __init__(

@@ -71,7 +71,6 @@ class SpreadModel:
     """A partitioned module, or a submodule of it, that is to be saved.
 
     Args:
-        engine: Engine of the module.
         path: Path of the submodule in the module, or empty.
         aside: Context in which the module's own ``state_dict`` is called.
     """
@@ -128,8 +127,6 @@ def write_together(call: str, model: SpreadModel, target: Path | None, plan: Pla
     """Save ``model`` to ``target`` on all ranks. Collective.
 
     Args:
-        call: Name of the call, for messages.
-        model: Model that is saved.
         target: Folder that this rank names; ``None``: it is not the main process and names none.
         plan: Called on the rank that leads, with an empty folder and the whole state dict: writes the small files to
             the folder and notes the large ones.

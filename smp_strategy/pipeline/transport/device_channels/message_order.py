@@ -41,7 +41,6 @@ class OutgoingOrder:
     """Sender's end of an edge.
 
     Args:
-        edge: the edge.
         announce: tells the receiver the number and the size of a message.
     """
 
@@ -107,7 +106,6 @@ class AnnouncementWriter:
     """Sends announcements by gloo.
 
     Args:
-        group: process group of the stages.
         peer: receiver's rank in it.
     """
 
@@ -138,8 +136,6 @@ def read_announcements(
     """Receive the announcements of an edge until its sender ends.
 
     Args:
-        incoming: receiver's end of the edge.
-        group: process group of the stages.
         peer: sender's rank in it.
         broken: called when the connection or a receive has failed.
     """

@@ -34,11 +34,8 @@ class SlotChannel(DeviceChannel):
     """Channel to a stage through slots in both directions.
 
     Args:
-        memory: memory of the slots.
         own: arena of this rank, for all stages.
         theirs: arena of the other stage.
-        copies: copies of this rank's device.
-        small: channel for small tensors, and for those of the host.
 
     Attributes:
         outgoing: slots of this rank.
