@@ -60,7 +60,8 @@ def decide(
     with measuring():
         costs = find_costs(config, inputs.device, found.calls, found.trace, shape)
     costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen or {}))
-    programs = programs_of(inputs, found, costs, shape, _room_of_stages(config, inputs, shape))
+    limits = config.memory_limits(shape.pp) or memory_of_stages(inputs.device, shape)
+    programs = programs_of(inputs, found, costs, shape, limits)
     module = inputs.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
@@ -184,11 +185,6 @@ def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: 
         min_bytes=config.least_offloaded,
         horizon=config.activation_loading_horizon,
     )
-
-
-def _room_of_stages(config: SMPConfig, inputs: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
-    """Memory limit of a rank of each stage, in bytes: from the options, or from the devices."""
-    return config.memory_limits(shape.pp) or memory_of_stages(inputs.device, shape)
 
 
 def step_program(

@@ -311,16 +311,13 @@ def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Te
                 # So that torch copies the tensor to itself, or assigns it to its own place.
                 state[prefix + key] = tensor
 
-    owners = [module for module in root.modules() if any(tensor in pending for tensor in _own_tensors(module))]
+    own = ((part, (*part.parameters(recurse=False), *part.buffers(recurse=False))) for part in root.modules())
+    owners = [part for part, tensors in own if any(tensor in pending for tensor in tensors)]
     return [module.register_load_state_dict_pre_hook(remember) for module in owners]
 
 
 def _on_meta(root: nn.Module) -> dict[Tensor, str]:
     return {tensor: places[0].name for tensor, places in places_of(root).items() if lacks_values(tensor)}
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _named_tensors(root: nn.Module) -> dict[str, Tensor]:

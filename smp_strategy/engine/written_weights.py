@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from smp_strategy.distributed.torch_private import plain_functions_and_modes
 from smp_strategy.model.guarded_tensors import guard_of
 from smp_strategy.model.trace.pytree import given_to, leaves_of
+from smp_strategy.pipeline.placed_ops import is_in_place
 
 __all__ = ["WrittenWeights"]
 
 _DATA: Final[Any] = Tensor.data
-_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, Tensor.detach, torch.detach, Tensor.__setitem__})
+_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, Tensor.detach, torch.detach})
 
 
 @final
@@ -90,5 +91,4 @@ class WrittenWeights(TorchFunctionMode):
 
 def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return func in _ALIASES or in_place or name.startswith("__i") or kwargs.get("out") is not None
+    return func in _ALIASES or (is_in_place(name) and name != "requires_grad_") or kwargs.get("out") is not None

@@ -185,7 +185,8 @@ class BarrierSteps:
         if interpreter.is_dry_run:
             self.dry_values.append(barrier.value)
             return barrier.act([barrier.value]) if also_dry else None
-        if self._run is None or not _belongs_to(self._run.runner, interpreter):
+        # A hook at a barrier has a program of its own.
+        if self._run is None or self._run.runner.programs[interpreter.microbatch] is not interpreter:
             raise UnsupportedError(
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."
@@ -222,11 +223,6 @@ class BarrierSteps:
             raise
         finally:
             self._run = None
-
-
-def _belongs_to(runner: MicrobatchRunner, interpreter: Interpreter) -> bool:
-    """Whether it interprets one of the microbatches, and not a hook at a barrier."""
-    return runner.programs[interpreter.microbatch] is interpreter
 
 
 def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:

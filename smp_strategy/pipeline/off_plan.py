@@ -73,12 +73,10 @@ def _is_through(runner: MicrobatchRunner, number: int) -> bool:
 
 def _advance(runner: MicrobatchRunner, number: int) -> bool:
     """Resume a microbatch if it can run; returns whether it did."""
-    if runner.coroutines[number].finished:
-        return False
-    if not _have_arrived(runner, runner.waiting.get(number, ())):
-        return False
-    runner.resume(number)
-    return True
+    can_run = not runner.coroutines[number].finished and _have_arrived(runner, runner.waiting.get(number, ()))
+    if can_run:
+        runner.resume(number)
+    return can_run
 
 
 def _have_arrived(runner: MicrobatchRunner, receipts: Sequence[Receipt]) -> bool:

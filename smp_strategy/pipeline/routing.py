@@ -113,8 +113,7 @@ class Router:
             return event.home
         # A value that every stage holds attracts the operation nowhere, unless there are no others.
         pulling = [value for value in event.inputs if value.id not in self._everywhere] or event.inputs
-        newest = max(pulling, key=_number)
-        return (self._home[newest.id],)
+        return (self._home[max(value.id for value in pulling)],)
 
     def _moves(self, values: Iterable[Value], stages: Iterable[int]) -> tuple[Move, ...]:
         unique = dict.fromkeys(values)
@@ -136,10 +135,6 @@ class Router:
             moves.append(Move(value, self._num_moves, source, SegmentId(stage, self._segment[stage])))
             self._num_moves += 1
         return tuple(moves)
-
-
-def _number(value: Value) -> int:
-    return value.id
 
 
 def gradient_uses(

@@ -62,7 +62,7 @@ def survey(
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
     program.terms = watch
     runtime.barriers.dry_values.clear()
-    with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.open():
+    with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.record:
         output = up_to_date(step(microbatch))
         if runtime.note_values is not None:
             runtime.note_values(output)

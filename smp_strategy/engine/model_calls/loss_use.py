@@ -21,14 +21,13 @@ from smp_strategy.engine.model_calls.model_inputs import ModelInputs
 from smp_strategy.engine.model_calls.model_outputs import (
     Packed,
     loss_in,
-    on_graph,
     only_of_input,
     only_once,
     place_on_graph,
     replace_loss,
 )
 from smp_strategy.engine.repeated_step import StateBefore
-from smp_strategy.engine.step_results import TrainStep
+from smp_strategy.engine.step_results import TrainStep, on_graph
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_output
 

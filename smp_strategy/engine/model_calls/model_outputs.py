@@ -15,17 +15,14 @@ computes is the mean over the samples of the whole group, on each rank: the mean
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, final
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed.torch_private import keeps_graph, will_run
+from smp_strategy.distributed.torch_private import keeps_graph
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.join_results import merge
 from smp_strategy.engine.model_calls.model_inputs import ModelInputs
-from smp_strategy.engine.step_results import loss_that_commits
+from smp_strategy.engine.step_results import on_graph
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_output, items_of, nodes
 
@@ -37,7 +34,6 @@ __all__ = [
     "is_differentiable",
     "joined",
     "loss_in",
-    "on_graph",
     "only_of_input",
     "only_once",
     "pack",
@@ -45,10 +41,6 @@ __all__ = [
     "replace_loss",
     "with_loss",
 ]
-
-
-Backward = Callable[[Sequence[Tensor | None], bool], Sequence[Tensor]]
-"""Backward from the gradients of results, and whether it reaches more than the inputs; returns those of the inputs."""
 
 
 class Packed(NamedTuple):
@@ -179,9 +171,20 @@ def with_loss(
         )
 
     ended = [place_on_graph(packed, lambda leaves: on_graph(leaves, (), refuse)) for packed in outputs]
-    handed = loss_that_commits(loss, only_once(commit))
-    if inputs is not None:
-        handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
+    commit_once = only_once(commit)
+
+    def hand_over(gradients: Sequence[Tensor | None], trains: bool) -> Sequence[Tensor]:
+        [gradient] = gradients
+        assert gradient is not None
+        if trains:
+            commit_once(gradient)
+        return (
+            []
+            if inputs is None
+            else [each * (gradient / gradient.new_tensor(inputs.factor)) for each in inputs.gradients]
+        )
+
+    [handed] = on_graph([loss.detach().clone()], () if inputs is None else inputs.of, hand_over)
     return replace_loss(merge(ended, sizes), handed)
 
 
@@ -223,13 +226,6 @@ def place_on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tenso
     return pytree.tree_unflatten(leaves, structure)
 
 
-def on_graph(results: Sequence[Tensor], inputs: Sequence[Tensor], run: Backward) -> Sequence[Tensor]:
-    """``results`` on the graph of the script, above ``inputs``: their backward is ``run``."""
-    anchor = torch.zeros((), device=results[0].device, requires_grad=True)
-    found: Sequence[Tensor] = _Results.apply(anchor, run, len(inputs), *inputs, *results)  # type: ignore[no-untyped-call]
-    return found
-
-
 def only_once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap ``act`` to refuse a second call, because gradients are handed over once."""
     calls = 0
@@ -255,34 +251,3 @@ def only_of_input() -> UnsupportedError:
         "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
         "and set those of the parameters to zero before they are trained."
     )
-
-
-class _ContinueIntoInputs(torch.autograd.Function):
-    """Identity of the loss; backward hands existing gradients to the differentiable inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
-        ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        scale = gradient / ctx.factor
-        return gradient, None, None, *(each * scale for each in ctx.gradients)
-
-
-class _Results(torch.autograd.Function):
-    """Identity of results; see :func:`on_graph`."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
-        ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.detach() for leaf in tensors[num_inputs:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        of_inputs = ctx.run(gradients, will_run(ctx.anchor))
-        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

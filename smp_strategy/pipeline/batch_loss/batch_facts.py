@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smp_strategy.pipeline.batch_loss.sample_order import entries_of
 
-__all__ = ["RANDOM", "Facts", "facts_of", "is_in_place", "reduction_of"]
+__all__ = ["RANDOM", "Facts", "facts_of", "reduction_of"]
 
 RANDOM = frozenset(
     {
@@ -47,13 +47,6 @@ class Facts:
     """Whether a sum or mean over all samples has gone into it."""
     selects: bool = False
     """Whether its size depends on values of the batch."""
-
-
-def is_in_place(name: str) -> bool:
-    """Whether an operation with this name changes its first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__iter__", "__index__", "__invert__"))
-    return name.endswith("_")
 
 
 def reduction_of(name: str) -> str:

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from smp_strategy.distributed.torch_private import mode_set_aside
 from smp_strategy.model.trace.pytree import Path, items_of, nodes
 from smp_strategy.model.trace.tensor_spec import METADATA
-from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, is_in_place, reduction_of
-from smp_strategy.pipeline.placed_ops import operation_name
+from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, reduction_of
+from smp_strategy.pipeline.placed_ops import is_in_place, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["BatchRecord", "OutOfSightError", "BatchValue"]

@@ -8,7 +8,7 @@ other values.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, final
 
@@ -23,11 +23,11 @@ from smp_strategy.model.trace.pytree import flatten_call, leaves_of, unflatten_c
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.placed_ops import operation_name
+from smp_strategy.pipeline.placed_ops import is_in_place, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.shared_tensors.glue_parameters import GlueOperations
 
-__all__ = ["UnitTensor", "WeightOperations", "changed_by", "has_teacher", "trained_weights_written"]
+__all__ = ["UnitTensor", "WeightOperations", "changed_by", "has_teacher", "one_by_one", "trained_weights_written"]
 
 _DATA: Final[Any] = Tensor.data
 _DETACHED: Final = frozenset({_DATA.__get__, Tensor.detach, torch.detach})
@@ -77,11 +77,16 @@ def changed_by(name: str, args: Any, kwargs: Any) -> Any:
     """Argument that the operation ``name`` changes in place, a tensor or a list of them; ``None``: it changes none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    if not in_place and not augmented:
+    if not is_in_place(name):
         return None
     return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def one_by_one(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """Arguments of a ``_foreach_`` operation for each tensor of its first list: these may be on different stages."""
+    num = len(args[0])
+    for number in range(num):
+        yield [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
 
 
 def trained_weights_written(names: list[str]) -> UnsupportedError:
@@ -132,10 +137,7 @@ class WeightOperations(GlueOperations):
             return func(*args, **kwargs)
         if not name.startswith("_foreach_"):
             return self._alias(used[0]) if reads else self._event(func, name, args, kwargs)
-        num, results = len(args[0]), []
-        for number in range(num):
-            one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
-            results.append(self._event(func, name, one, kwargs))
+        results = [self._event(func, name, one, kwargs) for one in one_by_one(args)]
         return None if name.endswith("_") else [item for result in results for item in result]
 
     def _event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
