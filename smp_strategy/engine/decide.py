@@ -166,10 +166,8 @@ def chosen_for_memory(config: SMPConfig, partition: Partition) -> str:
 
 
 def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: ActivationPolicies) -> ActivationPlan:
-    """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
-
-    Args:
-        chosen: Activation policies that the options, or the user by hand, set for units.
+    """Activation plan: which units keep, recompute or offload activations (``chosen``: by options, or by hand), and for
+    which of them the solver decides.
     """
     free: frozenset[str] = frozenset()
     if config.activation_checkpointing == "auto":
@@ -195,10 +193,9 @@ def step_program(
     shape: MeshShape,
     limits: Sequence[int | None],
 ) -> PlanningInput:
-    """Planning problem; without a trace, units count as a chain in order of registration.
+    """Planning problem under memory ``limits`` of a rank of each stage, in bytes.
 
-    Args:
-        limits: Memory limit of a rank of each stage, in bytes; ``None``: unlimited.
+    Without a trace, units count as a chain in order of registration.
     """
     spreading = ShardingOf.of(config, shape, sends_copies=is_host(inputs.device))
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]

@@ -137,10 +137,8 @@ class DelayedModule:
         self._forget(wanted)
 
     def runs(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, ReadRun]:
-        """Let those of ``parameters`` of which runs can be read leave the meta device without memory.
-
-        Returns:
-            What reads runs of their values, in the order of memory, for memory that the caller has for them.
+        """Let those of ``parameters`` of which runs can be read leave the meta device without memory; returns what
+        reads runs of their values, in the order of memory, for memory that the caller has for them.
         """
         found: dict[nn.Parameter, ReadRun] = {}
         for parameter in dict.fromkeys(parameters):

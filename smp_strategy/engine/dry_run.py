@@ -88,10 +88,8 @@ def dry_run(
     loss_of: Callable[[Any], Tensor | None] | None,
     inputs: DryRunInput,
 ) -> DryRun:
-    """Trace ``step`` in a dry run; if it reads values, in a run that computes.
-
-    Args:
-        loss_of: Picks the loss out of its result; ``None`` for a forward-only step.
+    """Trace ``step`` in a dry run; if it reads values, in a run that computes. Without ``loss_of`` it is a forward-only
+    step.
 
     Raises:
         UnsupportedError: the glue changes tensors of units in place, or reads values of a module without any.
@@ -136,10 +134,8 @@ def look_for_exposed(
     loss_of: Callable[[Any], Tensor | None] | None = None,
     has_values: bool = False,
 ) -> DryRun:
-    """Dry run of a later kind of step, which may read attributes of units that the first one has not read.
-
-    Args:
-        has_values: Whether all units can still run here.
+    """Dry run of a later kind of step, which may read attributes of units that the first one has not read; with values
+    if all units can still run here.
     """
     try:
         return _survey(step, microbatch, loss_of, inputs, computes=False)

@@ -415,10 +415,8 @@ class Engine:
             run_step.finish(self._parts)
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
-        """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
-
-        Args:
-            unknown: called instead in the dry run, where nothing has a value.
+        """Call ``function`` in a step, on every stage, with real tensors instead of placed ones; in a dry run, where
+        nothing has a value, ``unknown``.
         """
         if self._calls.runtime is None:
             return function(*args, **kwargs)
@@ -446,10 +444,8 @@ class Engine:
             return self.inspection.checked(self.local_model.unscale(optimizer, scale), is_scaled=scale != 1.0)
 
     def begin_update(self, optimizer: Optimizer) -> Tensor | None:
-        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`.
-
-        Returns:
-            Norm of all gradients before `sdp_gradient_clipping` has clipped them; ``None`` without that option.
+        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`; returns their
+        norm before `sdp_gradient_clipping` has clipped them, ``None`` without that option.
         """
         local_model = self._parts.local_model
         return None if local_model is None else local_model.begin_update(optimizer, self.settings())
@@ -482,10 +478,8 @@ class Engine:
             return self.local_model.clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them.
-
-        Returns:
-            The result of ``hook``, with real tensors on every rank.
+        """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them. Its
+        result has real tensors on every rank.
         """
         return run_hook(self._parts, hook)
 

@@ -79,10 +79,7 @@ def _refuse_lazy(names: Sequence[str]) -> None:
 
 def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed: bool) -> None:
     """Make the process mesh, choose the units of ``module``, and begin an undecided layout. Collective over all ranks.
-
-    Args:
-        is_placed: Whether the user has placed all modules, if the user does; otherwise the first step is the latest
-            time.
+    If ``is_placed`` is false the user may place modules until the first step.
 
     Raises:
         ConfigError: The degrees do not fit the number of ranks or of units.

@@ -158,10 +158,8 @@ def make_whole_again(parts: EngineParts, first: FirstStep, error: NewUseError) -
 
 
 def _connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
-    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
-
-    Returns:
-        Transport to the other stages; ``None``: there is a single one.
+    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights; returns the transport to
+    the other stages, if there are any. Collective.
     """
     mesh, calls = parts.mesh, parts.calls
     transport = None

@@ -88,14 +88,8 @@ def cut(
 def begin(
     parts: EngineParts, first: FirstStep, num: int | None, prepare: Callable[[FirstStep], None]
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """Cut the batch of a step and prepare the step. Collective.
-
-    Args:
-        first: The step, without microbatches.
-        num: Number of microbatches; ``None``: that of training.
-
-    Returns:
-        Its microbatches, and their sizes.
+    """Cut the batch of ``first``, which has no microbatches yet, into ``num`` or as in training, and prepare the step.
+    Collective.
     """
     assert first.cut is not None
     # The partition is made for training, so the first step is looked at with a microbatch of that.
@@ -183,11 +177,7 @@ def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequ
 
 
 def run_step(parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
-    """Run ``job`` with every microbatch.
-
-    Returns:
-        Results.
-    """
+    """Run ``job`` with every microbatch."""
     runtime, plans = parts.calls.runtime, parts.layout.plans
     assert runtime is not None
     order = plans.order_of(kind, len(microbatches))

@@ -119,10 +119,8 @@ class TrainStep:
         self._accumulated.base.clear()
 
     def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
-        """Replace gradients by averages over the replicas, if there are some.
-
-        Returns:
-            Parameters with averages, and the buffer notes that came with them.
+        """Replace gradients by averages over the replicas, if there are some; returns their parameters, and the buffer
+        notes that came with them.
         """
         if self._averages is None:
             return (), None

@@ -82,11 +82,8 @@ class MicrobatchBackward:
             self.complete()
 
     def run_from(self, segment: int, *, split: bool = False) -> None:
-        """Run the outstanding backward passes, from the last segment down to ``segment``.
-
-        Args:
-            segment: number of the last segment to run.
-            split: whether to leave the gradients of weights for :meth:`run_weights`.
+        """Run the outstanding backward passes, from the last segment down to ``segment``; if ``split``,
+        :meth:`run_weights` computes the gradients of weights later.
         """
         while self._next >= max(segment, 0):
             self._run(self._program.graph.segments[self._next], split=split)

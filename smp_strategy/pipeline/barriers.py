@@ -55,10 +55,8 @@ class BarrierRun:
         return self.answer
 
     def meet(self) -> bool:
-        """Run the microbatches to their next barrier, one after the other, and carry out its action.
-
-        Returns:
-            Whether there was a barrier; otherwise all microbatches have ended.
+        """Run the microbatches to their next barrier, one after the other, and carry out its action; returns whether
+        there was one, else all have ended.
         """
         runner, numbers = self.runner, range(len(self.runner.coroutines))
         with runner.stage.streams.seeded(derive_seed(runner.job.seed, BETWEEN_TURNS)):
@@ -94,11 +92,7 @@ class PausedStep:
         self.is_over = False
 
     def go_on(self, answer: Any = None) -> Any:
-        """Run the microbatches to their next barrier and carry out its action, or to their end.
-
-        Returns:
-            The result of the next barrier; ``None`` at the end.
-        """
+        """Run the microbatches to their next barrier, and return the result of its action; ``None`` at their end."""
         assert not self.is_over
         try:
             with self._running(self._run):
@@ -161,10 +155,8 @@ class BarrierSteps:
         return run.runner.result()
 
     def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, PausedStep]:
-        """Run ``job`` to its barrier; after that its step writes nothing more to shared objects.
-
-        Returns:
-            The result of the barrier, and the waiting step.
+        """Run ``job`` to its barrier, and return its result with the waiting step, which writes nothing more to shared
+        objects.
         """
         run = BarrierRun(self._runner_of(job, microbatches))
         # Open until the next step: the backward in between fetches offloaded activations.

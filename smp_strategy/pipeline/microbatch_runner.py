@@ -128,9 +128,7 @@ class MicrobatchRunner:
 
     def finish(self) -> bool:
         """Complete the work without an action: segments off the plan, and backwards that no gradient passes through.
-
-        Returns:
-            Whether that is done; false if the stage has left the plan.
+        Returns false if the stage has left the plan.
         """
         for number in range(len(self.programs)):
             self.forward(number, ALL_SEGMENTS)

@@ -113,11 +113,8 @@ def _kind(leaf: Any) -> str:
 
 
 def assemble(prediction: Prediction, results: Sequence[Any], leaves: Sequence[Any], constants: Sequence[Any]) -> Any:
-    """Assemble the return value of a call.
-
-    Args:
-        results: new tensors of the result.
-        constants: flattened outputs; those that are neither new tensors nor arguments are used.
+    """Assemble the return value of a call, of new tensors (``results``), its arguments (``leaves``), and for the rest
+    its flattened outputs (``constants``).
     """
     if prediction.is_bare and results:
         return results[0]

@@ -120,10 +120,8 @@ class ProgramTrace:
         return entry
 
     def place(self, event: Event, *, is_whole: bool = True) -> Placement:
-        """Add any other event, and place it.
-
-        Args:
-            is_whole: whether all of its outputs are known; otherwise :meth:`complete` has to follow.
+        """Add any other event, and place it. Unless it ``is_whole``, :meth:`complete` has to follow with further
+        outputs.
         """
         if not self.events:
             self._follow()

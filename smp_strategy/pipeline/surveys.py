@@ -51,10 +51,7 @@ def survey(
     loss_of: Callable[[Any], Tensor | None] | None,
     watch: SampleWatch | None = None,
 ) -> Trace:
-    """Trace ``step`` by one dry run.
-
-    Args:
-        loss_of: picks the loss from its result; ``None``: there is no backward.
+    """Trace ``step`` by one dry run, which has a backward if there is ``loss_of``.
 
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
@@ -74,10 +71,8 @@ def survey(
 
 
 def rehearse(runtime: Runtime, job: Job, microbatches: Sequence[Any]) -> None:
-    """Run microbatches of a dry run without backward; each advances by one pause in turn.
-
-    Args:
-        runtime: runtime of a stage with a rehearsal, which decides where microbatches pause.
+    """Run microbatches of a dry run without backward; each advances in turn to where the rehearsal of the stage pauses
+    it.
     """
     rehearsal = runtime.stage.rehearsal
     assert rehearsal is not None

@@ -75,11 +75,7 @@ class NonfiniteSearch:
 
 
 def first_cause(found: Sequence[FlagRecord], stage_of: Mapping[str, int]) -> str:
-    """Where NaN or infinity came from, in words.
-
-    Args:
-        stage_of: Stage of each unit, in the order in which they run.
-    """
+    """Where NaN or infinity came from, in words; ``stage_of`` has the units in the order in which they run."""
     order = {unit: number for number, unit in enumerate(stage_of)}
     forward = [record for record in found if record.part != "gradient"]
     if forward:

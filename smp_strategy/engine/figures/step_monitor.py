@@ -161,11 +161,7 @@ class StepMonitor:
     # Figures
 
     def take(self, *, gathered: float, **more: Any) -> RankFigures:
-        """Counts since the last time, which begin anew.
-
-        Args:
-            gathered: Seconds that the host has waited for gathered weights so far.
-        """
+        """Counts since the last time, which begin anew; the host has waited ``gathered`` seconds for weights so far."""
         is_training = self._since is not None
         self.interrupt()
         found = self._counted._replace(gather_seconds=gathered - self._num_gathered, **more)

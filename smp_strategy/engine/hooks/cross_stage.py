@@ -58,9 +58,6 @@ _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "
 class HookView:
     """View of all parameters across stages during a hook. Enter it on all stages of a replica alike.
 
-    Args:
-        full: Makes those that are sharded or split full from their first use on.
-
     Attributes:
         generators: Global generators, which follow draws on some of the stages.
     """

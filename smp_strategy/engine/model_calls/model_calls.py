@@ -80,11 +80,8 @@ class BackwardPrediction:
         return self._syncs()
 
     def learn(self, grad_output: Tensor, factor: float, parameters: Sequence[nn.Parameter], *, had: bool) -> None:
-        """Record an actual backward.
-
-        Args:
-            parameters: parameters, just before gradients are added to them.
-            had: whether they had gradients when the model was called.
+        """Record an actual backward before gradients are added to ``parameters``, which may have ``had`` some when the
+        model was called.
         """
         given = grad_output.item()
         if given and given != grad_output.new_tensor(factor).item():
@@ -267,6 +264,7 @@ class ModelCalls:
             prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
+        ready = InputGradients(inputs.tensors, inputs.gradients() if inputs else [], factor)
         if before is not None and any(len(packed.places) > 1 for packed in result.outputs):
 
             def forward() -> ForwardStep:
@@ -277,14 +275,13 @@ class ModelCalls:
                 result,
                 [1.0 if sums else size / sum(result.sizes) for size in result.sizes],
                 commit=commit,
-                factor=factor,
                 inputs=inputs,
+                ready=ready,
                 repetition=Repetition(forward, before),
                 combine=None if self._own_samples is None else self._own_samples.averaged,
                 learn=functools.partial(self._learn, way),
             ).result()
         else:
-            ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
             merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
 

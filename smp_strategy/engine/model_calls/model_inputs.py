@@ -123,7 +123,7 @@ def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, samples: Sam
     """Scale the number of items in ``kwargs``, if given, to the share of ``microbatch``.
 
     Args:
-        microbatch: its arguments, a part of the samples of one or more ranks.
+        microbatch: arguments of the model, a part of the samples of one or more ranks.
         samples: samples of the call on this rank.
     """
     items = kwargs.get(NAME)

@@ -29,6 +29,7 @@ from smp_strategy.model.trace.pytree import flatten_output, items_of, nodes
 __all__ = [
     "OmittedResult",
     "Packed",
+    "ResultLeaves",
     "InputGradients",
     "gradients_come_later",
     "is_differentiable",
@@ -93,11 +94,7 @@ def replace_loss(result: Any, loss: Tensor) -> Any:
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int], *, sums: bool) -> Any:
-    """Join the results of the microbatches.
-
-    Args:
-        sums: whether a loss among them is a sum over samples, as opposed to a mean.
-    """
+    """Join the results of the microbatches, whose loss is a sum over samples if it ``sums``, else a mean."""
     result = merge(outputs, sizes)
     losses = [loss for loss in map(loss_in, outputs) if loss is not None]
     if not sums or len(losses) < len(outputs):
@@ -138,6 +135,30 @@ def is_differentiable(packed: Packed) -> bool:
     return bool(packed.places)
 
 
+@final
+class ResultLeaves:
+    """Differentiable leaves of the results of all microbatches.
+
+    Attributes:
+        places: numbers of their microbatches, and their positions among all leaves there.
+    """
+
+    def __init__(self, outputs: Sequence[Packed]) -> None:
+        # `places` index the leaves of the whole `Packed`, whose first part is the result.
+        self._leaves = [flatten_output(packed)[0] for packed in outputs]
+        self.places = [(number, place) for number, packed in enumerate(outputs) for place in packed.places]
+        self.tensors: list[Tensor] = [self._leaves[number][place] for number, place in self.places]
+
+    def gradients(
+        self, found: Sequence[Tensor | None], combine: Callable[[Tensor], Tensor] | None
+    ) -> list[list[Tensor | None]]:
+        """Gradients of all leaves of each microbatch, of which ``found`` are those of these."""
+        given: list[list[Tensor | None]] = [[None] * len(each) for each in self._leaves]
+        for (number, place), gradient in zip(self.places, found, strict=True):
+            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
+        return given
+
+
 class InputGradients(NamedTuple):
     """Gradients of inputs, computed before the script calls backward."""
 
@@ -147,6 +168,11 @@ class InputGradients(NamedTuple):
     factor: float
     """Factor of the loss in these gradients."""
 
+    def at(self, gradient: Tensor) -> list[Tensor]:
+        """Those if the loss has ``gradient``."""
+        scale = gradient / gradient.new_tensor(self.factor)
+        return [each * scale for each in self.gradients]
+
 
 def with_loss(
     outputs: Sequence[Packed],
@@ -155,7 +181,7 @@ def with_loss(
     commit: Callable[[Tensor], None],
     *,
     remedy: str,
-    inputs: InputGradients | None = None,
+    inputs: InputGradients,
 ) -> Any:
     """Merge the results of a step whose backward has run; the loss in them hands over the gradients.
 
@@ -178,13 +204,9 @@ def with_loss(
         assert gradient is not None
         if trains:
             commit_once(gradient)
-        return (
-            []
-            if inputs is None
-            else [each * (gradient / gradient.new_tensor(inputs.factor)) for each in inputs.gradients]
-        )
+        return inputs.at(gradient)
 
-    [handed] = on_graph([loss.detach().clone()], () if inputs is None else inputs.of, hand_over)
+    [handed] = on_graph([loss.detach().clone()], inputs.of, hand_over)
     return replace_loss(merge(ended, sizes), handed)
 
 
@@ -197,22 +219,15 @@ def gradients_come_later(
         sums: whether a loss among the results is a sum over samples.
         combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
-    places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
-    # `places` index the leaves of the whole `Packed`, whose first part is the result.
-    leaves = [flatten_output(packed)[0] for packed in step.outputs]
-    found = [leaves[number][place] for number, place in places]
+    leaves = ResultLeaves(step.outputs)
 
     def run(gradients: Sequence[Tensor | None], trains: bool) -> list[Tensor]:
         if not trains:
             raise only_of_input()
-        retain_graph = keeps_graph()
-        given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
-        for (number, place), gradient in zip(places, gradients, strict=True):
-            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
-        step.backward(given, retain_graph=retain_graph)
+        step.backward(leaves.gradients(gradients, combine), retain_graph=keeps_graph())
         return inputs.gradients() if inputs else []
 
-    later = iter(on_graph(found, inputs.tensors, run))
+    later = iter(on_graph(leaves.tensors, inputs.tensors, run))
     ended = [place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs]
     return joined(ended, step.sizes, sums=sums)
 

@@ -260,11 +260,7 @@ class LoaderPass:
             self._state_before = self._loader.state_dict()
 
     def place(self, num_unused: int = 0) -> dict[str, Any]:
-        """Position of this pass, for a checkpoint.
-
-        Args:
-            num_unused: number of batches that were fetched, but not used.
-        """
+        """Position of this pass, for a checkpoint; ``num_unused`` batches were fetched, but not used."""
         if self._place is not None:
             return dict(self._place)  # no batch was requested since
         num_unused = 0 if self._is_over else num_unused

@@ -91,11 +91,7 @@ class ScalingRules:
         return LossScale(scale=_single(self.init_scale), hysteresis=self.delayed_shift)
 
     def next(self, state: LossScale, *, overflowed: bool) -> LossScale:
-        """The scale after a step.
-
-        Args:
-            overflowed: Whether the step was skipped because a gradient was infinite or not a number.
-        """
+        """The scale after a step, which was skipped if a gradient has ``overflowed``."""
         if overflowed:
             return self._after_overflow(state)
         good_steps = state.good_steps + 1

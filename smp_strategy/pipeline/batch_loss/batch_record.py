@@ -72,11 +72,8 @@ class _BatchStep:
 
 @final
 class BatchRecord(TorchFunctionMode):
-    """Records the operations on plain tensors of the program that runs in its context.
-
-    Args:
-        microbatches: arguments of the step; the program of the first one is recorded.
-        copied: copy of the first one with which its program runs instead.
+    """Records the operations on plain tensors of the program that runs in its context: that of the first microbatch,
+    perhaps with a copy of it.
     """
 
     def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], copied: Any = None) -> None:
@@ -204,10 +201,7 @@ class BatchRecord(TorchFunctionMode):
     # Repeating
 
     def value(self, wanted: BatchValue, microbatch: int, known: Mapping[int, Tensor] | None = None) -> Any:
-        """Compute ``wanted`` for another microbatch.
-
-        Args:
-            known: results of entries that are given.
+        """Compute ``wanted`` for another microbatch; ``known`` are results of entries that are given.
 
         Raises:
             OutOfSightError: the program has made it of something that is not known here.

@@ -109,11 +109,7 @@ def term_of(
     record: BatchRecord,
     selections: dict[int, Selected],
 ) -> Term | Problem | None:
-    """Find out whether a call of the glue is a term.
-
-    Args:
-        selections: of placed tensors, by the number of their values.
-    """
+    """Find out whether a call of the glue is a term; ``selections`` are by the number of the selected value."""
     name = operation_name(function)
     if name in _QUOTIENTS or name in _PRODUCTS:
         return _divisor(name, args, record)

@@ -97,11 +97,7 @@ class SampleWatch:
         return Spread(frozenset({dim}), num=num, order="" if value.shape[dim] == num else None)
 
     def end(self, trace: Trace, losses: Sequence[Any]) -> None:
-        """After the program: find out what has led to its loss.
-
-        Args:
-            losses: further tensors from which backward begins.
-        """
+        """After the program: find out what has led to its loss, or to other ``losses`` of a backward."""
         leading = {loss.value.id for loss in losses if isinstance(loss, PlacedTensor)}
         leading |= set[int]() if trace.loss is None else {trace.loss}
         for event in reversed(trace.events):

@@ -247,10 +247,8 @@ class WatchedCollectives:
 
 @final
 class ReplicaCollectives:
-    """Redirects the collectives of steps to the replicas; see [Note: collectives mean replicas].
-
-    Args:
-        meets: whether to communicate; otherwise results are as if the other ranks gave the same values.
+    """Redirects the collectives of steps to the replicas; see [Note: collectives mean replicas]. Unless they meet,
+    results are as if the other ranks gave the same values.
     """
 
     def __init__(

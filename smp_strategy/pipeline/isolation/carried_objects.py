@@ -123,12 +123,10 @@ class CarriedObjects:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
 
     def note_tensors(self, microbatch: int, name: str, leaves: list[Any], *, but: Collection[int]) -> None:
-        """Note digests of plain tensors in host memory among the arguments of a call: noise of a rank's own generator.
+        """Note digests of plain tensors in host memory among the arguments of a call, except those at the positions
+        ``but``, which it overwrites: noise of a rank's own generator.
 
         On an accelerator, reading them would wait for the device.
-
-        Args:
-            but: Positions of those that the call overwrites: `torch.empty` leaves other values on each rank.
         """
         if not looks_closely(self._num_steps):
             return

@@ -92,10 +92,8 @@ class MicrobatchState:
         self._seen: dict[Place, Any] = {}
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
-        """Find the places that a step may write to; call it before its microbatches take turns.
-
-        Args:
-            step: the step, whose code may name variables.
+        """Find the places that a ``step``, whose code may name variables, may write to; call it before its microbatches
+        take turns.
         """
         if self._variables is None:
             self._look_around(step)
@@ -282,10 +280,8 @@ class MicrobatchState:
             self._switches.begin()
 
     def of_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Capture the plain values that the running microbatch finds and has written.
-
-        Returns:
-            A factory of contexts in which code out of turn (recomputation) finds them.
+        """Capture the plain values that the running microbatch finds and has written; returns a factory of contexts in
+        which code out of turn (recomputation) finds them.
         """
         if not self._in_turn:
             return nullcontext

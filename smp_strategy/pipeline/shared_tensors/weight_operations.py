@@ -44,12 +44,10 @@ class UnitTensor(NamedTuple):
 
 
 def has_teacher(units: Iterable[Unit], trained: Collection[int]) -> bool:
-    """Whether a unit that nothing trains has the sizes, and but for names above it the path, of one that is trained.
+    """Whether a unit with no parameter in ``trained`` (ids) has the sizes, and but for names above it the path, of one
+    that is trained.
 
     ``teacher.blocks.3`` may follow ``student.blocks.3``; ``blocks.3`` is frozen beside ``blocks.7``.
-
-    Args:
-        trained: Ids of the parameters that an optimizer trains.
     """
     frozen, learning = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
     for unit in units:

@@ -125,11 +125,7 @@ class MeasuredPath(NamedTuple):
 
 
 def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPath]:
-    """Measure the paths from each stage to the next one. Collective over all ranks.
-
-    Returns:
-        The paths of all replicas, the same on all ranks.
-    """
+    """Measure the paths from each stage to the next one, of all replicas. Collective over all ranks."""
     stage = transport.stage_ranks.index(transport.rank)
     payload = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device=device)
     ready = torch.zeros(1, dtype=torch.uint8, device="cpu")

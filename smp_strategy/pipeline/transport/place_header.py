@@ -29,11 +29,8 @@ def place_header(strides: Sequence[int], *words: int) -> Tensor:
 
 @final
 class PlaceHeader(Header):
-    """Receive buffer of such a header.
-
-    Args:
-        num_words: number of words after the strides.
-        take: finds the tensor by the strides of the original and the words.
+    """Receive buffer of such a header, with ``num_words`` after the strides of the original; ``take`` finds the tensor
+    by both.
     """
 
     def __init__(

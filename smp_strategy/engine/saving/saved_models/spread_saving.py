@@ -68,11 +68,8 @@ class FileNotes:
 
 @final
 class SpreadModel:
-    """A partitioned module, or a submodule of it, that is to be saved.
-
-    Args:
-        path: Path of the submodule in the module, or empty.
-        aside: Context in which the module's own ``state_dict`` is called.
+    """A partitioned module, or the submodule at ``path``, that is to be saved; its own ``state_dict`` is called in a
+    context ``aside``.
     """
 
     def __init__(self, engine: Engine, path: str, aside: Callable[[], AbstractContextManager[None]]) -> None:

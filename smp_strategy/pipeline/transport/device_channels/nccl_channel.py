@@ -41,10 +41,8 @@ FAREWELL_SECONDS: Final = 5.0
 
 @final
 class NcclChannel(DeviceChannel):
-    """Channel over two edges, one in each direction.
-
-    Args:
-        keeper: keeps the order with the other rank; ``None``: somebody else does.
+    """Channel over two edges, one in each direction; ``keeper`` keeps their order with the other rank, unless somebody
+    else does.
     """
 
     def __init__(

@@ -68,11 +68,7 @@ class DevicePath(ABC):
 
 @final
 class SlotPath(DevicePath):
-    """Path through slots, between ranks that share memory of the host.
-
-    Args:
-        memory: makes the memory of the slots between two arenas.
-    """
+    """Path through slots, whose memory is made for two arenas, between ranks that share memory of the host."""
 
     def __init__(
         self,
