@@ -19,7 +19,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.guarded_tensors import untracked
-from smp_strategy.model.ownership import Ownership, bring_back, home_of
+from smp_strategy.model.ownership import Ownership, bring_back, home_of, spec_of
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
 
@@ -45,13 +45,13 @@ def restore(holdings: Holdings, *, keep: bool) -> None:
         _buffers(mine),
         _registers(mine),
         _extra_states(mine),
-        [(n, _spec_of(guests[n][0])) for n in numbers],
+        [(n, spec_of(guests[n][0])) for n in numbers],
     )
     described = collectives.gather_objects(told, _END, mesh.pp_group)
     with untracked():
         for stage, buffers, registers, states, kept in sorted(described, key=lambda description: description[0]):
             away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
-            specs = [*map(_spec_of, away), *buffers.values(), *(spec for _, spec in kept)]
+            specs = [*map(spec_of, away), *buffers.values(), *(spec for _, spec in kept)]
             values: list[Tensor] = []
             if stage == mesh.stage:
                 values = [*away, *(root.get_buffer(name) for name in buffers), *(guests[n][0] for n, _ in kept)]
@@ -83,12 +83,6 @@ def _give(tensor: Tensor, value: Tensor) -> None:
 def _is_sent_by(stage: int, parameter: nn.Parameter, ownership: Ownership, mesh: ProcessMesh) -> bool:
     holders = ownership.holders(parameter)
     return len(holders) < mesh.pp and min(holders) == stage
-
-
-def _spec_of(tensor: Tensor) -> TensorSpec:
-    home = home_of(tensor)
-    stride = tuple(tensor.stride()) if home is None else home.stride
-    return TensorSpec(tuple(tensor.size()), stride, tensor.dtype, tensor.device, False)
 
 
 def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:

@@ -5,6 +5,7 @@ Reading order:
 * ``mesh_shape``, ``mesh``, ``topology``: rank to coordinates (pure), process groups, ranks per node.
 * ``process_groups``: groups beside a default group of any backends.
 * ``handle``, ``message_tags``: the handle of everything under way, and all ranges of message tags.
+* ``background_call``: a thread for one call, or for one that is repeated.
 * ``background_wait``: threads that wait for handles, and forward what has arrived.
 * ``host_copies``, ``pinned_pool``: copies between device and host; page-locked memory that is used again.
 * ``wait_positions``, ``deadlock``: can a wait ever end (pure); the thread that asks, and breaks off waits.

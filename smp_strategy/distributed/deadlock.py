@@ -15,7 +15,7 @@ minute is stopped (a signal, a frozen machine), and an error names it. One that 
 as the process groups' timeout says; a line in the log tells where it is.
 
 The store may live in a process that is stopped. So it is called by a thread
-(:class:`smp_strategy.distributed.failure.BackgroundCall`), and a call that does not return is the sign of that.
+(:mod:`smp_strategy.distributed.background_call`), and a call that does not return is the sign of that.
 """
 
 import logging
@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from os import getpid
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, final
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -35,15 +36,9 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
+from smp_strategy.distributed.background_call import BackgroundCall, call_every
 from smp_strategy.distributed.door_words import door_words
-from smp_strategy.distributed.failure import (
-    BackgroundCall,
-    current_run,
-    first_failure,
-    introduce,
-    publish,
-    raise_lost,
-)
+from smp_strategy.distributed.failure import current_run, first_failure, introduce, publish, raise_lost
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.peer_processes import is_stopped, process_space
@@ -146,9 +141,7 @@ class Watch:
         self._has_told = False
         self._process = (f"{socket.gethostname()} {process_space()}", getpid())
         self._stop = threading.Event()
-        arguments = (ref(self), self._stop)
-        self._thread = threading.Thread(target=_look_on, args=arguments, name="smp watch", daemon=True)
-        self._thread.start()
+        self._thread = call_every(PAUSE_SECONDS, partial(_look, ref(self)), "smp watch", self._stop)
         call_at_exit(self.close)
 
     def begin(self, group: dist.ProcessGroup, doing: str) -> BegunCollective:
@@ -369,14 +362,13 @@ def user_code() -> str:
     return "; ".join(dict.fromkeys(lines)) or "outside of the user's code"
 
 
-def _look_on(watch: "ref[Watch]", stop: threading.Event) -> None:
-    """Loop of the thread, which keeps the watch alive only during a check."""
-    while not stop.wait(PAUSE_SECONDS):
-        alive = watch()
-        if alive is None or not dist.is_initialized():
-            return
-        alive.look()
-        del alive
+def _look(watch: "ref[Watch]") -> bool:
+    """Let the watch look, if it lives: its thread keeps it alive only during a check."""
+    alive = watch()
+    if alive is None or not dist.is_initialized():
+        return False
+    alive.look()
+    return True
 
 
 def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[int, Position] | SMPError:

@@ -8,7 +8,7 @@ rank whose connection breaks reads that error and raises it.
 If the process that serves the store is gone, any call of the store prints a screen of C++ frames. So a connection of
 our own, which prints nothing, checks first whether it is there. The store may also live in a rank that is stopped, and
 a call of it would never return. So it is called by a thread, which is given up after some seconds
-(:class:`BackgroundCall`).
+(:mod:`smp_strategy.distributed.background_call`).
 
 Functions with an argument ``store`` only access it; :func:`blame` decides which rank is to blame for an exception.
 
@@ -20,16 +20,16 @@ failure that ends a process has the number 0 and is always read.
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Generic, NoReturn, TypeVar, final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from smp_strategy.distributed.background_call import BackgroundCall
 from smp_strategy.distributed.peer_processes import (
     PeerProcess,
     exit_code_of,
@@ -42,7 +42,6 @@ from smp_strategy.errors import MORE, PeerFailedError, SMPError
 
 __all__ = [
     "FATAL",
-    "BackgroundCall",
     "begin_run",
     "blame",
     "current_run",
@@ -82,41 +81,6 @@ _LIBRARIES: Final = frozenset(
 
 # Number of the present run of each default process group.
 _RUNS: "Final[WeakKeyDictionary[dist.ProcessGroup, int]]" = WeakKeyDictionary()
-
-T = TypeVar("T")
-
-
-@final
-class BackgroundCall(Generic[T]):
-    """Call that may never return (of a store, a driver), started at once in a thread."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._value: T | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._make, name="smp call", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def within(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``; whether the call is over."""
-        self._thread.join(seconds)
-        return self.is_over
-
-    def get(self) -> T:
-        """Result of the call, once it is over; raises its error."""
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]  # `None` may be what is returned
-
-    def _make(self) -> None:
-        try:
-            self._value = self._call()
-        except Exception as error:
-            self._error = error
 
 
 def introduce() -> None:

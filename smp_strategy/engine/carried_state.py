@@ -65,17 +65,11 @@ class Rehearsals:
     """Rehearsals of one kind of step. Their result is the same on all ranks of a replica."""
 
     step: Step
-    """User's code for one microbatch."""
     microbatch: Any
-    """Its input."""
     inputs: DryRunInput
-    """Module and environment of dry runs."""
     stage_of: Mapping[str, int]
-    """Stage of each unit, by name."""
     num_stages: int
-    """Number of pipeline stages."""
     private_state: Callable[[], MicrobatchState]
-    """Makes the state that keeps microbatches apart."""
 
     def carried(self) -> tuple[str, ...] | None:
         """Names of the places whose state microbatches hand on.

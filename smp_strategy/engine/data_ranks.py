@@ -32,8 +32,6 @@ class DataGroups:
 
     Args:
         data_ranks: global ranks that read the same samples, for each data rank.
-        doing: name of the calls, for messages.
-        timeout: timeout of the collectives; ``None``: that of the backend.
 
     Attributes:
         readers: global ranks that read the same samples as this rank.

@@ -46,12 +46,7 @@ def decide(
     """Decide the stage of each unit; collective over all ranks.
 
     Args:
-        config: All options.
-        inputs: Module, and environment of its dry run.
-        shape: Number of stages, and their ranks.
         first: Step, its first microbatch, and the function that picks the loss out of its result.
-        given: Stage of each unit, if it is decided already.
-        chosen: Activation policies that the options set for units.
         num_parameters: Number of parameters of each unit, before layers were split.
         measuring: Context in which single ranks run units by themselves.
 
@@ -65,7 +60,8 @@ def decide(
     with measuring():
         costs = find_costs(config, inputs.device, found.calls, found.trace, shape)
     costs = replace(costs, relief=relief_of(config, inputs, costs.machine, chosen or {}))
-    programs = programs_of(inputs, found, costs, shape, _room_of_stages(config, inputs, shape))
+    limits = config.memory_limits(shape.pp) or memory_of_stages(inputs.device, shape)
+    programs = programs_of(inputs, found, costs, shape, limits)
     module = inputs.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
@@ -115,9 +111,7 @@ def fitting_partition(
     units may recompute activations, as under `activation_checkpointing=auto`.
 
     Args:
-        config: All options.
         program_under: Planning problem under other options.
-        num_stages: Number of stages.
         given: Stage of each unit, if it is decided already.
 
     Raises:
@@ -172,13 +166,8 @@ def chosen_for_memory(config: SMPConfig, partition: Partition) -> str:
 
 
 def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: ActivationPolicies) -> ActivationPlan:
-    """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
-
-    Args:
-        config: All options.
-        inputs: Units.
-        machine: Cost model of recomputation.
-        chosen: Activation policies that the options, or the user by hand, set for units.
+    """Activation plan: which units keep, recompute or offload activations (``chosen``: by options, or by hand), and for
+    which of them the solver decides.
     """
     free: frozenset[str] = frozenset()
     if config.activation_checkpointing == "auto":
@@ -196,11 +185,6 @@ def relief_of(config: SMPConfig, inputs: DryRunInput, machine: Machine, chosen: 
     )
 
 
-def _room_of_stages(config: SMPConfig, inputs: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
-    """Memory limit of a rank of each stage, in bytes: from the options, or from the devices."""
-    return config.memory_limits(shape.pp) or memory_of_stages(inputs.device, shape)
-
-
 def step_program(
     config: SMPConfig,
     inputs: DryRunInput,
@@ -209,15 +193,9 @@ def step_program(
     shape: MeshShape,
     limits: Sequence[int | None],
 ) -> PlanningInput:
-    """Planning problem; without a trace, units count as a chain in order of registration.
+    """Planning problem under memory ``limits`` of a rank of each stage, in bytes.
 
-    Args:
-        config: All options.
-        inputs: Module and its optimizers.
-        found: Result of the dry run.
-        costs: Costs of its calls.
-        shape: Number of stages, and of ranks that share a stage's tensors.
-        limits: Memory limit of a rank of each stage, in bytes; ``None``: unlimited.
+    Without a trace, units count as a chain in order of registration.
     """
     spreading = ShardingOf.of(config, shape, sends_copies=is_host(inputs.device))
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]

@@ -39,13 +39,7 @@ class BackwardRequest(NamedTuple):
 def deferring_loss(
     step: Callable[[Any], Any], once: Once, make_real: Callable[[list[Any]], Any]
 ) -> Callable[[Any], None]:
-    """``step`` for a microbatch with its number, which then waits for the gradients of its outputs.
-
-    Args:
-        step: User's code.
-        once: Stops at a barrier.
-        make_real: Makes the outputs of all microbatches real.
-    """
+    """``step`` for a microbatch with its number, which then waits for the gradients of its outputs."""
 
     def run(numbered: tuple[int, Any]) -> None:
         number, microbatch = numbered
@@ -74,10 +68,7 @@ class ForwardStep:
 
     Args:
         outputs: Output of the step for each microbatch, with real detached tensors; equal on all ranks of a replica.
-        sizes: Samples in each microbatch.
-        pause: Paused microbatches.
         backward: Runs their backward, given a loss of each and whether graphs are kept for another one.
-        around: Makes the context of a backward.
     """
 
     def __init__(

@@ -56,12 +56,8 @@ def _check_chunks(degree: int, chunks: int, names: Sequence[str]) -> None:
 
 
 def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:
-    """Degrees of all axes for the ranks of this run.
-
-    Args:
-        config: All options.
-        module: Module to partition.
-        report: Called with the choice, or with a warning that a pipeline is not worthwhile.
+    """Degrees of all axes for the ranks of this run; the choice, or a warning that a pipeline is not worthwhile, is
+    reported.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.

@@ -51,12 +51,9 @@ class DelayedModule:
     """Tensors of a module that are on the meta device, until they get values. Does nothing if there are none.
 
     Args:
-        root: Full module.
         seed: Seed of the values, the same on all ranks.
-        device: Device where they are made.
 
     Attributes:
-        device: As given.
         has_made_values: Whether some tensors had no values before the first step.
     """
 
@@ -140,10 +137,8 @@ class DelayedModule:
         self._forget(wanted)
 
     def runs(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, ReadRun]:
-        """Let those of ``parameters`` of which runs can be read leave the meta device without memory.
-
-        Returns:
-            What reads runs of their values, in the order of memory, for memory that the caller has for them.
+        """Let those of ``parameters`` of which runs can be read leave the meta device without memory; returns what
+        reads runs of their values, in the order of memory, for memory that the caller has for them.
         """
         found: dict[nn.Parameter, ReadRun] = {}
         for parameter in dict.fromkeys(parameters):
@@ -314,16 +309,13 @@ def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Te
                 # So that torch copies the tensor to itself, or assigns it to its own place.
                 state[prefix + key] = tensor
 
-    owners = [module for module in root.modules() if any(tensor in pending for tensor in _own_tensors(module))]
+    own = ((part, (*part.parameters(recurse=False), *part.buffers(recurse=False))) for part in root.modules())
+    owners = [part for part, tensors in own if any(tensor in pending for tensor in tensors)]
     return [module.register_load_state_dict_pre_hook(remember) for module in owners]
 
 
 def _on_meta(root: nn.Module) -> dict[Tensor, str]:
     return {tensor: places[0].name for tensor, places in places_of(root).items() if lacks_values(tensor)}
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _named_tensors(root: nn.Module) -> dict[str, Tensor]:

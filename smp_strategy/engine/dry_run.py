@@ -55,7 +55,6 @@ class DryRun:
     used_by_glue: tuple[Tensor, ...]
     """Parameters and tables of units that code above the units computes with."""
     calls: tuple[RecordedCall, ...] = ()
-    """Calls of units."""
     comparison: str = ""
     """Operation with which the loss compares samples of the microbatch; empty: it does not, as far as is known."""
 
@@ -66,16 +65,11 @@ class DryRunInput:
     """Module and environment of a dry run."""
 
     module: nn.Module
-    """Full module."""
     units: Sequence[Unit]
     calls: UnitCalls
-    """Interception of unit calls."""
     shape_inference: ShapeInference
-    """Predicts results and caches the predictions."""
     device: torch.device
-    """Device on which the step will run."""
     optimizers: Sequence[Optimizer] = ()
-    """Optimizers of the module, if known."""
     num_microbatches: int = 1
     """Number of microbatches of a step that take turns."""
     batch: tuple[Sequence[Any], Sequence[int]] | None = None
@@ -94,13 +88,8 @@ def dry_run(
     loss_of: Callable[[Any], Tensor | None] | None,
     inputs: DryRunInput,
 ) -> DryRun:
-    """Trace ``step`` in a dry run; if it reads values, in a run that computes.
-
-    Args:
-        step: User's code for one microbatch.
-        microbatch: Its input.
-        loss_of: Picks the loss out of its result; ``None`` for a forward-only step.
-        inputs: Module and environment.
+    """Trace ``step`` in a dry run; if it reads values, in a run that computes. Without ``loss_of`` it is a forward-only
+    step.
 
     Raises:
         UnsupportedError: the glue changes tensors of units in place, or reads values of a module without any.
@@ -130,14 +119,7 @@ def dry_run(
 def run_for_real(
     step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, inputs: DryRunInput
 ) -> None:
-    """Run ``step`` once with values and undo its changes, for callers that observe it. The module is still full.
-
-    Args:
-        step: User's code for one microbatch.
-        microbatch: Its input.
-        loss_of: Picks the loss out of its result.
-        inputs: Module and environment.
-    """
+    """Run ``step`` once with values and undo its changes, for callers that observe it. The module is still full."""
     # Layers are about to be split and will return other metadata, so predictions made here must not be cached.
     own = replace(inputs, shape_inference=ShapeInference(inputs.device))
     with torch.inference_mode(False):
@@ -152,14 +134,8 @@ def look_for_exposed(
     loss_of: Callable[[Any], Tensor | None] | None = None,
     has_values: bool = False,
 ) -> DryRun:
-    """Dry run of a later kind of step, which may read attributes of units that the first one has not read.
-
-    Args:
-        step: User's code for one microbatch.
-        microbatch: Its input.
-        inputs: Module and environment.
-        loss_of: Picks the loss out of its result.
-        has_values: Whether all units can still run here.
+    """Dry run of a later kind of step, which may read attributes of units that the first one has not read; with values
+    if all units can still run here.
     """
     try:
         return _survey(step, microbatch, loss_of, inputs, computes=False)
@@ -262,11 +238,6 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 @contextmanager
 def undone(step: Step, inputs: DryRunInput, *, computes: bool) -> Iterator[None]:
     """Context in which ``step`` leaves no trace: it draws from random streams of its own, and its changes are undone.
-
-    Args:
-        step: User's code.
-        inputs: Module and environment.
-        computes: Whether units compute.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.

@@ -66,10 +66,7 @@ class Engine:
     """Runs a module under the layout that a configuration asks for. One engine serves one module.
 
     Args:
-        config: all options.
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
-        device: device of this rank.
-        timeout: longest wait for another rank; ``None``: that of the backend.
         defaults: names of options that the door has set, and not the user.
 
     Attributes:
@@ -186,8 +183,6 @@ class Engine:
         """Attach ``module``, which is whole on every rank; collective. A detached module is partitioned as before.
 
         Args:
-            module: the model to train.
-            optimizers: of its parameters.
             keep_shared: modules in it whose attributes add up over microbatches (metrics), see
                 :mod:`smp_strategy.pipeline.isolation.microbatch_state`.
             trains: whether there will be training steps. ``module`` may be as :meth:`stays_spread` says.
@@ -227,7 +222,6 @@ class Engine:
         """Whether no rank has all of ``module`` since the last run, and the next one begins with that.
 
         Args:
-            module: the model of the next run.
             trains: whether the next run trains. Then ``module`` must have been built without values, and the last run
                 must have ended well.
         """
@@ -421,12 +415,8 @@ class Engine:
             run_step.finish(self._parts)
 
     def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
-        """Call ``function`` in a step, on every stage, with real tensors instead of placed ones.
-
-        Args:
-            function: code that needs values, a metric for instance.
-            args, kwargs: its arguments.
-            unknown: called instead in the dry run, where nothing has a value.
+        """Call ``function`` in a step, on every stage, with real tensors instead of placed ones; in a dry run, where
+        nothing has a value, ``unknown``.
         """
         if self._calls.runtime is None:
             return function(*args, **kwargs)
@@ -454,10 +444,8 @@ class Engine:
             return self.inspection.checked(self.local_model.unscale(optimizer, scale), is_scaled=scale != 1.0)
 
     def begin_update(self, optimizer: Optimizer) -> Tensor | None:
-        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`.
-
-        Returns:
-            Norm of all gradients before `sdp_gradient_clipping` has clipped them; ``None`` without that option.
+        """Call when gradients are final and only ``optimizer`` will read them before :meth:`end_update`; returns their
+        norm before `sdp_gradient_clipping` has clipped them, ``None`` without that option.
         """
         local_model = self._parts.local_model
         return None if local_model is None else local_model.begin_update(optimizer, self.settings())
@@ -490,10 +478,8 @@ class Engine:
             return self.local_model.clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them.
-
-        Returns:
-            The result of ``hook``, with real tensors on every rank.
+        """Run the user's ``hook`` with the full weights and gradients; collective over the ranks that have them. Its
+        result has real tensors on every rank.
         """
         return run_hook(self._parts, hook)
 

@@ -42,14 +42,7 @@ def unset(config: SMPConfig) -> set[str]:
 class EngineParts:
     """Parts that come into being while a module is attached and partitioned.
 
-    Args:
-        config: all options.
-        device: where this rank computes.
-        timeout: longest wait for another rank; ``None``: that of the backend.
-        report: called with text for the user, the same on every rank.
-
     Attributes:
-        config, device, timeout, report: as given.
         module: the attached module; it stays known after it is detached.
         optimizers: of the module.
         keep_shared: modules whose attributes add up over microbatches.

@@ -33,7 +33,6 @@ def start_alike(module: nn.Module, ledger: Ledger, *, may_lack_values: bool = Fa
     """Broadcast the parameters and buffers of rank 0 to all ranks; collective.
 
     Args:
-        module: Module to train.
         ledger: Earlier notes, compared together with the model.
         may_lack_values: Whether tensors may be on the meta device, the same ones on all ranks.
 
@@ -80,13 +79,7 @@ def _refuse_lazy(names: Sequence[str]) -> None:
 
 def begin_layout(parts: EngineParts, module: nn.Module, seed: int, *, is_placed: bool) -> None:
     """Make the process mesh, choose the units of ``module``, and begin an undecided layout. Collective over all ranks.
-
-    Args:
-        parts: Parts of the engine, which get the module, the mesh and the layout.
-        module: Full module, perhaps without values.
-        seed: Seed that all ranks have agreed on.
-        is_placed: Whether the user has placed all modules, if the user does; otherwise the first step is the latest
-            time.
+    If ``is_placed`` is false the user may place modules until the first step.
 
     Raises:
         ConfigError: The degrees do not fit the number of ranks or of units.

@@ -28,7 +28,6 @@ class GivenPartition(NamedTuple):
     """Stages and activation policies that the user has decided."""
 
     stage_of: Mapping[str, int]
-    """Stage of every unit."""
     activation_policies: ActivationPolicies = {}
     """Activation policies of units, if a file has them."""
 

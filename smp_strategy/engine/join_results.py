@@ -81,13 +81,7 @@ class NotJoined:
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
-    """Merge the results of the microbatches by the rules of the module docstring.
-
-    Args:
-        outputs: result of each microbatch.
-        sizes: number of samples of each microbatch.
-        path: position of these values in the result of the step.
-    """
+    """Merge the results of the microbatches, at ``path`` in that of the step, by the rules of the module docstring."""
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0]

@@ -37,7 +37,6 @@ class Layout:
     module: nn.Module
     """Module; full on every rank until the first step frees the values of other ranks."""
     units: Sequence[Unit]
-    """Its units."""
     placed: Mapping[str, int]
     """Stages of modules that the user has annotated."""
     given: GivenPartition | None
@@ -49,7 +48,6 @@ class Layout:
     shape_inference: ShapeInference
     """Predictions of results, which all dry runs and steps share."""
     group: TensorGroup
-    """Tensor-parallel group of this rank."""
     activation_policies: ActivationPolicies
     """Activation policies of units; from the first step on, those of the partition."""
     costs: Costs
@@ -57,7 +55,6 @@ class Layout:
     partition: Partition | None = None
     """Stage of each unit; ``None`` until it is decided."""
     split: SplitModule = field(default_factory=SplitModule.none)
-    """Split layers."""
     used_by_glue: tuple[Tensor, ...] = ()
     """Parameters and tables of units that code above the units computes with."""
     known_plans: PlanCache | None = None

@@ -20,10 +20,8 @@ _LEFT: Final = "_smp_left"
 
 
 def leave_spread(module: Any, engine: Engine) -> bool:
-    """Mark ``module`` as left by ``engine``, if it is sharded, or if an error has ended an update of shares.
-
-    Returns:
-        Whether it is marked. Then the engine must not be closed.
+    """Mark ``module`` as left by ``engine``, if it is sharded, or if an error has ended an update of shares; returns
+    whether it is marked: then the engine must not be closed.
     """
     is_left = engine.is_spread or engine.outcome.has_broken_update
     if is_left:
@@ -34,10 +32,8 @@ def leave_spread(module: Any, engine: Engine) -> bool:
 def engine_left(
     module: Any, config: SMPConfig, device: torch.device, timeout: timedelta | None, *, trains: bool = True
 ) -> Engine | None:
-    """Engine that has left ``module`` sharded, if the next run can go on with it instead of a new one. Collective.
-
-    Returns:
-        The engine; ``None``: there is none, or it has other options, or the run needs a full module.
+    """Engine that has left ``module`` sharded, if the next run can go on with it; ``None``: there is none, or it has
+    other options, or the run needs a full module. Collective.
 
     Raises:
         SMPError: an error has ended the last update on some ranks only.

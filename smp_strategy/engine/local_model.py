@@ -67,13 +67,7 @@ class LocalModel:
     """Parameters, gradients and optimizer state of this rank. The constructor frees all other values; collective.
 
     Args:
-        module: Module, full until now.
-        ownership: Map from parameters to stages.
-        mesh: Process mesh.
-        config: All options.
         delayed: Tensors without values yet, and the device where they are made.
-        ledger: Notes for comparison with all ranks.
-        split: Split layers.
         copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
 
     Attributes:
@@ -196,11 +190,8 @@ class LocalModel:
 
     @contextmanager
     def backward(self, *, continues: bool, sums: bool) -> Iterator[OngoingBackward]:
-        """Context of a pass with backward. Collective.
-
-        Args:
-            continues: Whether its gradients will probably be added to those in ``.grad``.
-            sums: Whether to start averaging over the replicas during backward.
+        """Context of a pass with backward. Its gradients will probably be added to those in ``.grad`` if it
+        ``continues``; averaging over the replicas starts during it if it ``sums``. Collective.
         """
         averages = self.reduction.start() if sums else None
         contexts = [averages.watching] if averages is not None else []
@@ -247,11 +238,8 @@ class LocalModel:
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
     def begin_update(self, optimizer: Optimizer, settings: Mapping[str, object]) -> Tensor | None:
-        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`.
-
-        Args:
-            optimizer: As given there.
-            settings: Settings that ranks compare beside those of the optimizer.
+        """Before the step of ``optimizer``, whose ``settings`` ranks compare beside its own; see
+        :meth:`smp_strategy.engine.engine.Engine.begin_update`.
         """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         max_norm = self._config.sdp_gradient_clipping

@@ -90,11 +90,7 @@ class _HiddenGradient(Guard):
 
 @final
 class ManualSteps:
-    """Runs manual steps, and the actions that their code asks for.
-
-    Args:
-        calls: Intercepted units; their runtime exists from the first step on.
-    """
+    """Runs manual steps, and the actions that their code asks for."""
 
     def __init__(self, calls: UnitCalls) -> None:
         self._calls = calls
@@ -173,7 +169,6 @@ class ManualSteps:
         Args:
             name: Name of the action, for messages. Microbatches that wait for different actions are an error.
             act: Action on the ``value`` of each microbatch. Meanwhile ``.grad`` is the real gradient of this rank.
-            value: Contribution of this microbatch.
             also_dry: Whether to run it in a dry run, too.
 
         Returns:

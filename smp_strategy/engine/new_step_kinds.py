@@ -46,13 +46,9 @@ class FirstStep(NamedTuple):
     kind: str
     """Kind of step; steps of the same kind probably take the same path."""
     step: Step
-    """The user's code for one microbatch."""
     microbatches: Sequence[Any]
-    """Microbatches of its batch."""
     loss_of: Callable[[Any], Tensor | None] | None = None
-    """Picks the loss out of the result of ``step``."""
     sizes: Sequence[int] = ()
-    """Number of samples in each microbatch."""
     takes_turns: bool = True
     """Whether steps of this kind have several microbatches."""
     cut: Callable[..., tuple[list[Any], tuple[int, ...]]] | None = None
@@ -68,7 +64,6 @@ class FirstStep(NamedTuple):
         """Report that the loss compares samples; if nobody has asked for microbatches, have none from now on.
 
         Args:
-            parts: Parts of the engine.
             operation: Operation that compares them; empty: none does. Ranks may have found different ones.
 
         Returns:
@@ -212,14 +207,7 @@ def rehearse(parts: EngineParts, first: FirstStep) -> None:
 
 
 def on_weights(parts: EngineParts, kind: str, step: Step, num_microbatches: int) -> Step:
-    """``step``, which may write to weights of units although no step of its kind has done so before.
-
-    Args:
-        parts: Parts of the engine, whose module is partitioned.
-        kind: Kind of step.
-        step: User's code for one microbatch.
-        num_microbatches: Number of microbatches of its batch.
-    """
+    """``step``, which may write to weights of units although no step of its kind has done so before."""
     tensors = {} if parts.local_model is None else parts.local_model.unit_tensors
     if not tensors:
         return step

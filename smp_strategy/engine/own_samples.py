@@ -36,13 +36,8 @@ __all__ = ["OwnSamples", "SameBatches", "own_outputs"]
 def own_outputs(
     results: Sequence[Any], sizes: Sequence[int], batch: Any, engine: Engine
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    """Results of this rank's samples, for each microbatch, and numbers of these samples. Collective.
-
-    Args:
-        results: result of each microbatch of the joint batch.
-        sizes: number of samples in each of these.
-        batch: what this rank has read.
-        engine: engine of the model.
+    """Results of this rank's samples (``batch``) in those of the joint batch, for each microbatch, and numbers of these
+    samples. Collective.
     """
     if engine.config.prescaled_batch or engine.mesh.tp == 1:
         return results, sizes
@@ -110,14 +105,7 @@ def _rows(leaf: Any, part: slice, total: int) -> Any:
 
 @final
 class SameBatches:
-    """Makes the inputs of a step equal on the ranks of a replica.
-
-    Args:
-        members: global ranks that must have the same.
-        group: their process group.
-        doing: name of a step, for messages.
-        tell: called once if they differ.
-    """
+    """Makes the inputs of a step equal on the ranks ``members`` of a replica; calls ``tell`` once if they differ."""
 
     def __init__(self, members: Sequence[int], group: dist.ProcessGroup, doing: str, tell: Callable[[], None]) -> None:
         self._members, self._group, self._doing, self._tell = members, group, doing, tell

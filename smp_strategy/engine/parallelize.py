@@ -116,9 +116,6 @@ def parallelize(parts: EngineParts, first: FirstStep, copies: Sequence[nn.Module
 def resume(parts: EngineParts) -> None:
     """Begin another run with the local model of the last one, and with other optimizers. Collective over all ranks.
 
-    Args:
-        parts: Parts of the engine, with intercepted units. Gets the runtime.
-
     Raises:
         ConfigError: an optimizer cannot update parts.
         UnsupportedError: a hook that was registered since the last run computes with parts of split layers.
@@ -132,11 +129,6 @@ def resume(parts: EngineParts) -> None:
 
 def make_whole_again(parts: EngineParts, first: FirstStep, error: NewUseError) -> None:
     """Undo :func:`parallelize`; the next one gives every rank the weights that a new kind of step uses. Collective.
-
-    Args:
-        parts: Parts of the engine. Their partition stays.
-        first: Step of the new kind.
-        error: The error that its dry run has ended with.
 
     Raises:
         NewUseError: ranks have gradients, or state of optimizers, for the weights that they have now.
@@ -166,10 +158,8 @@ def make_whole_again(parts: EngineParts, first: FirstStep, error: NewUseError) -
 
 
 def _connect(parts: EngineParts, local_model: LocalModel) -> Transport | None:
-    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights. Collective.
-
-    Returns:
-        Transport to the other stages; ``None``: there is a single one.
+    """Let the runtime of this rank's stage answer calls of units, and show hooks full weights; returns the transport to
+    the other stages, if there are any. Collective.
     """
     mesh, calls = parts.mesh, parts.calls
     transport = None

@@ -44,9 +44,6 @@ class PlanCache:
     """Plans of a module's steps, by path and number of microbatches.
 
     Args:
-        config: All options.
-        partition: Stages of units, and the scheduling policy.
-        costs: Costs of calls.
         report: Called with the first timetable of a training step, if there are several stages.
         agree: Makes a trace equal on all ranks of a tensor-parallel group. Their parts, hence their costs, may differ,
             but their order must be the same.
@@ -75,12 +72,7 @@ class PlanCache:
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def order_of(self, kind: str, num_microbatches: int) -> StepOrder:
-        """Schedule of the next step.
-
-        Args:
-            kind: Kind of step; steps of the same kind probably take the same path.
-            num_microbatches: Number of microbatches in its batch.
-        """
+        """Schedule of the next step."""
         plan = None if kind in self.carried else self.of(kind, num_microbatches)
         if plan is None:
             return StepOrder()

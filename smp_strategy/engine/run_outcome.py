@@ -22,7 +22,8 @@ from typing import Final, final
 import torch.distributed as dist
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import BackgroundCall, current_run, publish_own
+from smp_strategy.distributed.background_call import BackgroundCall
+from smp_strategy.distributed.failure import current_run, publish_own
 from smp_strategy.distributed.torch_private import default_store
 from smp_strategy.errors import SMPError
 
@@ -144,10 +145,8 @@ class RunOutcome:
 
 
 def have_all_stopped(place: str | None) -> bool:
-    """Vote whether all ranks have stopped at the same place; all voters get the same answer.
-
-    Args:
-        place: the place at which this rank has stopped; ``None``: in the middle of a step.
+    """Vote whether all ranks have stopped at the same ``place``, which is ``None`` in the middle of a step; all voters
+    get the same answer.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return place is not None

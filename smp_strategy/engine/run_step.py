@@ -54,9 +54,6 @@ def cut(
     """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
 
     Args:
-        parts: Parts of the engine.
-        batch: Batch that this rank has read.
-        kind: Kind of step that begins, for messages.
         known: Returns facts that the data loader knows about the samples.
         is_joint: Whether all these ranks have read this batch, whatever ``prescaled_batch`` says; else see
             :func:`~smp_strategy.tensor_parallel.joint_batch.join`.
@@ -91,16 +88,8 @@ def cut(
 def begin(
     parts: EngineParts, first: FirstStep, num: int | None, prepare: Callable[[FirstStep], None]
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """Cut the batch of a step and prepare the step. Collective.
-
-    Args:
-        parts: Parts of the engine.
-        first: The step, without microbatches.
-        num: Number of microbatches; ``None``: that of training.
-        prepare: Prepares the step.
-
-    Returns:
-        Its microbatches, and their sizes.
+    """Cut the batch of ``first``, which has no microbatches yet, into ``num`` or as in training, and prepare the step.
+    Collective.
     """
     assert first.cut is not None
     # The partition is made for training, so the first step is looked at with a microbatch of that.
@@ -140,10 +129,6 @@ def training_job(
 
     Args:
         parts: Parts of the engine; counts the step, and reports advice before the first one.
-        kind: Kind of step.
-        step: User's code for one microbatch.
-        microbatches: Microbatches of the batch.
-        sizes: Number of samples in each.
         loss_of: Picks the loss out of the result of ``step``; ``None``: the step runs backward itself.
         sums: Whether losses are added up instead.
     """
@@ -192,17 +177,7 @@ def evaluation_job(parts: EngineParts, kind: str, step: Step, microbatches: Sequ
 
 
 def run_step(parts: EngineParts, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
-    """Run ``job`` with every microbatch.
-
-    Args:
-        parts: Parts of the engine; its plan cache learns the path.
-        kind: Kind of step; steps of the same kind probably take the same path.
-        job: Work on every microbatch.
-        microbatches: Microbatches of the batch.
-
-    Returns:
-        Results.
-    """
+    """Run ``job`` with every microbatch."""
     runtime, plans = parts.calls.runtime, parts.layout.plans
     assert runtime is not None
     order = plans.order_of(kind, len(microbatches))

@@ -18,15 +18,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import Notes
 from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.distributed.torch_private import will_run
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.master_weights import widened
 
-__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits"]
+__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits", "on_graph"]
+
+Backward = Callable[[Sequence[Tensor | None], bool], Sequence[Tensor]]
+"""Backward from the gradients of results, and whether it reaches more than the inputs; returns those of the inputs."""
 
 
 @final
@@ -114,10 +119,8 @@ class TrainStep:
         self._accumulated.base.clear()
 
     def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
-        """Replace gradients by averages over the replicas, if there are some.
-
-        Returns:
-            Parameters with averages, and the buffer notes that came with them.
+        """Replace gradients by averages over the replicas, if there are some; returns their parameters, and the buffer
+        notes that came with them.
         """
         if self._averages is None:
             return (), None
@@ -151,19 +154,34 @@ class TrainStep:
 
 def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
     """``loss``, whose ``backward()`` calls ``commit`` with the incoming gradient. See [Note: commit]."""
-    anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
-    committed: Tensor = _Commit.apply(anchor, loss, commit)  # type: ignore[no-untyped-call]
-    return committed
+
+    def run(gradients: Sequence[Tensor | None], trains: bool) -> Sequence[Tensor]:
+        [gradient] = gradients
+        assert gradient is not None
+        commit(gradient)
+        return ()
+
+    return on_graph([loss.detach().clone()], (), run)[0]
 
 
-class _Commit(torch.autograd.Function):
+def on_graph(results: Sequence[Tensor], inputs: Sequence[Tensor], run: Backward) -> Sequence[Tensor]:
+    """``results`` on the graph of the script, above ``inputs``: their backward is ``run``."""
+    anchor = torch.zeros((), device=results[0].device, requires_grad=True)
+    found: Sequence[Tensor] = _Results.apply(anchor, run, len(inputs), *inputs, *results)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Results(torch.autograd.Function):
+    """Identity of results; see :func:`on_graph`."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
-        ctx.commit = commit  # type: ignore[attr-defined]
-        return loss.detach().clone()
+    def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in tensors[num_inputs:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
-        ctx.commit(grad_output)  # type: ignore[attr-defined]
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        of_inputs = ctx.run(gradients, will_run(ctx.anchor))
+        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

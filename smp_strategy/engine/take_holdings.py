@@ -31,16 +31,8 @@ def take_holdings(
     parts: ParameterParts,
     copies: Sequence[nn.Module],
 ) -> Holdings:
-    """Free the values that this rank does not hold, and shard the parameters of its stage. Collective.
-
-    Args:
-        module: Full module.
-        ownership: Map from parameters to stages.
-        mesh: Process mesh.
-        config: All options.
-        delayed: Tensors without values yet, and the device where they are made.
-        parts: Parts of split layers.
-        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
+    """Free the values that this rank does not hold, and shard the parameters of its stage. Collective. Arguments as for
+    :class:`~smp_strategy.engine.local_model.LocalModel`.
     """
     is_sharded = mesh.shard_group is not None
     # Sharded parameters get their values later, unit by unit: see `_with_values`.

@@ -34,6 +34,7 @@ from smp_strategy.pipeline.wrapping.module_hooks import (
     show_weight_hooks,
     with_weight_hooks,
 )
+from smp_strategy.pipeline.wrapping.wrap_unit import holds
 from smp_strategy.precision.mixed_precision import MixedPrecision
 
 __all__ = ["UnitCalls"]
@@ -47,7 +48,6 @@ class UnitCalls:
         runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
         exposed: Exposed attributes of units, and their uses.
         known_places: Knowledge about places that steps write to.
-        mixed_precision: As given.
         outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
         written_weights: Parameters that code above the units writes to in steps, as far as known.
         written_lately: Those that the last dry run has written to, by id.
@@ -91,7 +91,7 @@ class UnitCalls:
 
     def unit_around(self, part: nn.Module) -> str | None:
         """Name of the unit that contains ``part``; ``None``: no unit does."""
-        return next((name for name, unit in self._units.items() if _holds(unit, part)), None)
+        return next((name for name, unit in self._units.items() if holds(unit, part)), None)
 
     def intercept(self, units: Sequence[Unit], root: nn.Module) -> None:
         """Intercept calls of ``units`` of ``root``, and undo ``block.compile()`` of units and of modules above them.
@@ -227,7 +227,3 @@ class UnitCalls:
 
     def _in_its_precision(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self.mixed_precision is None else self.mixed_precision.around(unit, function)
-
-
-def _holds(unit: nn.Module, part: nn.Module) -> bool:
-    return any(each is part for each in unit.modules())

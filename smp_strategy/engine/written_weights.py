@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from smp_strategy.distributed.torch_private import plain_functions_and_modes
 from smp_strategy.model.guarded_tensors import guard_of
 from smp_strategy.model.trace.pytree import given_to, leaves_of
+from smp_strategy.pipeline.placed_ops import is_in_place
 
 __all__ = ["WrittenWeights"]
 
 _DATA: Final[Any] = Tensor.data
-_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, Tensor.detach, torch.detach, Tensor.__setitem__})
+_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, Tensor.detach, torch.detach})
 
 
 @final
@@ -28,7 +29,6 @@ class WrittenWeights(TorchFunctionMode):
     """Mode that keeps the values of ``parameters`` that may be written to, and puts them back at the end.
 
     Args:
-        parameters: parameters of the module.
         known: those that earlier dry runs have found; new ones are added.
         is_in_unit: whether code of a unit is running, which has tensors of its own in dry runs.
 
@@ -91,5 +91,4 @@ class WrittenWeights(TorchFunctionMode):
 
 def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return func in _ALIASES or in_place or name.startswith("__i") or kwargs.get("out") is not None
+    return func in _ALIASES or (is_in_place(name) and name != "requires_grad_") or kwargs.get("out") is not None

@@ -31,9 +31,10 @@ from smp_strategy.model.guarded_tensors import (
     unwatch,
     watch,
 )
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
 
-__all__ = ["Ownership", "HomeStages", "HookAccess", "bring_back", "home_of", "resize", "send_away"]
+__all__ = ["Ownership", "HomeStages", "HookAccess", "bring_back", "home_of", "resize", "send_away", "spec_of"]
 
 
 # --- home stages -----------------------------------------------------------------------------------------------------
@@ -149,6 +150,13 @@ def home_of(tensor: Any) -> HomeStages | None:
     """Placement of ``tensor``; ``None``: it is not guarded as a tensor of stages."""
     guard = guard_of(tensor)
     return guard if isinstance(guard, HomeStages) else None
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Metadata that ``tensor`` has in its home, without ``requires_grad``."""
+    home = home_of(tensor)
+    stride = tensor.stride() if home is None or home.is_here else home.stride
+    return TensorSpec(tuple(tensor.size()), tuple(stride), tensor.dtype, tensor.device, False)
 
 
 def send_away(tensor: Tensor, home: HomeStages) -> None:

@@ -31,9 +31,6 @@ class MicrobatchBackward:
 
     Args:
         program: program whose forward is complete.
-        loss: loss of the microbatch.
-        weight: factor of the loss.
-        stage: this rank's stage.
         goes_on: whether the program continues after this backward, and may run another one.
         retain_graph: whether another backward may pass through the same graph.
     """
@@ -85,11 +82,8 @@ class MicrobatchBackward:
             self.complete()
 
     def run_from(self, segment: int, *, split: bool = False) -> None:
-        """Run the outstanding backward passes, from the last segment down to ``segment``.
-
-        Args:
-            segment: number of the last segment to run.
-            split: whether to leave the gradients of weights for :meth:`run_weights`.
+        """Run the outstanding backward passes, from the last segment down to ``segment``; if ``split``,
+        :meth:`run_weights` computes the gradients of weights later.
         """
         while self._next >= max(segment, 0):
             self._run(self._program.graph.segments[self._next], split=split)

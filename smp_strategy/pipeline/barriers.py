@@ -34,7 +34,6 @@ class Barrier:
     act: Callable[[list[Any]], Any]
     """Action, called by the scheduler with the value of each microbatch; all microbatches get its result."""
     value: Any
-    """Value of this microbatch."""
 
 
 @final
@@ -42,7 +41,6 @@ class BarrierRun:
     """Runs the microbatches of one step from barrier to barrier.
 
     Attributes:
-        runner: as given.
         answer: result of the last barrier, which the microbatches get when they are resumed.
     """
 
@@ -57,10 +55,8 @@ class BarrierRun:
         return self.answer
 
     def meet(self) -> bool:
-        """Run the microbatches to their next barrier, one after the other, and carry out its action.
-
-        Returns:
-            Whether there was a barrier; otherwise all microbatches have ended.
+        """Run the microbatches to their next barrier, one after the other, and carry out its action; returns whether
+        there was one, else all have ended.
         """
         runner, numbers = self.runner, range(len(self.runner.coroutines))
         with runner.stage.streams.seeded(derive_seed(runner.job.seed, BETWEEN_TURNS)):
@@ -96,11 +92,7 @@ class PausedStep:
         self.is_over = False
 
     def go_on(self, answer: Any = None) -> Any:
-        """Run the microbatches to their next barrier and carry out its action, or to their end.
-
-        Returns:
-            The result of the next barrier; ``None`` at the end.
-        """
+        """Run the microbatches to their next barrier, and return the result of its action; ``None`` at their end."""
         assert not self.is_over
         try:
             with self._running(self._run):
@@ -127,11 +119,8 @@ class BarrierSteps:
     """Runs steps with barriers.
 
     Args:
-        current: holder of the running program.
         collectives: collectives of the user, which mean the replicas in a step and all ranks at a barrier.
-        runner_of: factory of the runner of a job's microbatches.
         offloading: factory of the context of activation offload, entered while microbatches run.
-        flush: confirms all messages that were sent.
 
     Attributes:
         dry_values: values with which a dry run has come to barriers: losses, among others.
@@ -166,10 +155,8 @@ class BarrierSteps:
         return run.runner.result()
 
     def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, PausedStep]:
-        """Run ``job`` to its barrier; after that its step writes nothing more to shared objects.
-
-        Returns:
-            The result of the barrier, and the waiting step.
+        """Run ``job`` to its barrier, and return its result with the waiting step, which writes nothing more to shared
+        objects.
         """
         run = BarrierRun(self._runner_of(job, microbatches))
         # Open until the next step: the backward in between fetches offloaded activations.
@@ -190,7 +177,8 @@ class BarrierSteps:
         if interpreter.is_dry_run:
             self.dry_values.append(barrier.value)
             return barrier.act([barrier.value]) if also_dry else None
-        if self._run is None or not _belongs_to(self._run.runner, interpreter):
+        # A hook at a barrier has a program of its own.
+        if self._run is None or self._run.runner.programs[interpreter.microbatch] is not interpreter:
             raise UnsupportedError(
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."
@@ -227,11 +215,6 @@ class BarrierSteps:
             raise
         finally:
             self._run = None
-
-
-def _belongs_to(runner: MicrobatchRunner, interpreter: Interpreter) -> bool:
-    """Whether it interprets one of the microbatches, and not a hook at a barrier."""
-    return runner.programs[interpreter.microbatch] is interpreter
 
 
 def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:

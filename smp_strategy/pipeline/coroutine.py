@@ -120,12 +120,9 @@ class Coroutine:
     """Runs ``body`` in turns.
 
     Args:
-        body: program.
-        threads: thread pool; one of its threads runs the program.
         seed: seed of the program's random streams. At each pause the global generators move to another stream derived
             from it, so that no other code draws the program's next numbers. The caller protects the global generators
             from that (:meth:`smp_strategy.model.rng.Streams.seeded`).
-        streams: factory of random streams.
     """
 
     def __init__(self, body: Callable[[], Any], threads: ThreadPool, *, seed: int, streams: Streams) -> None:

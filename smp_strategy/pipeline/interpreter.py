@@ -48,10 +48,15 @@ from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.pipeline.shared_tensors.aliasing import follow_changes, place_plain, share_memory, take_change
 from smp_strategy.pipeline.shared_tensors.arguments import CallArguments, refuse_hidden, refuse_transform
 from smp_strategy.pipeline.shared_tensors.kept_tensors import across_microbatches, call_with_known, without_others
-from smp_strategy.pipeline.shared_tensors.replicated_tensors import becomes_placed, is_plain, must_run_everywhere
+from smp_strategy.pipeline.shared_tensors.replicated_tensors import (
+    becomes_placed,
+    is_plain,
+    must_run_everywhere,
+    refuse_changed_plain,
+)
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport.transport import Receipt
-from smp_strategy.pipeline.unpredictable import UnpredictableCalls
+from smp_strategy.pipeline.unpredictable import MESSAGE, decode, encode, observed
 from smp_strategy.pipeline.wrapping.wrap_unit import wrap_unit
 
 __all__ = ["MicrobatchInterpreter"]
@@ -62,8 +67,6 @@ class MicrobatchInterpreter:
     """Interprets the calls of one microbatch on one stage.
 
     Args:
-        stage: this rank's stage.
-        microbatch: number of the microbatch in the step.
         seed: seed of its random streams; unused if ``generators`` are given.
         generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
         pause: hands control to the scheduler, with the receives that the program waits for.
@@ -111,9 +114,6 @@ class MicrobatchInterpreter:
         self._carried, self._compares_inputs = stage.carried, stage.compares_inputs
         self._arguments = CallArguments(self, self.program_trace, stage.number, stage.exposed)
         self._draws = ProgramDraws(stage.streams, seed, generators)
-        self._unpredictable = UnpredictableCalls(
-            stage.number, self.program_trace, graph, self._draws, exchange=self._exchange, run=self._run
-        )
 
     @property
     def computes_here(self) -> bool:
@@ -231,7 +231,7 @@ class MicrobatchInterpreter:
         if prediction is None:
             prediction = self._predict(call, specs)
         if isinstance(prediction, Unpredictable):
-            return self._hand_out(call, *self._unpredictable.call(self, call, prediction))
+            return self._call_unpredicted(call, prediction)
         # The call changes tensors in place that every stage has. If it runs on one stage only, the others' copies would
         # keep their old values: so all stages run it, or the tensor becomes a placed one.
         if prediction.changed:
@@ -260,6 +260,32 @@ class MicrobatchInterpreter:
         if prediction.random:
             self._draws.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
+
+    def _call_unpredicted(self, call: InterpretedCall, why: Unpredictable) -> Any:
+        """Make a call whose result is not known before: its stage describes it to the others. Collective over them."""
+        if not self.computes_here:
+            raise ValueNeededError(f"{call.name}: {why.reason}")
+        if call.kind == "op":
+            self._draws.count_operation()
+        trace, ran, prediction = self.program_trace, None, None
+        message, position = trace.value(MESSAGE), len(trace.events)
+        event = Event(call.kind, call.name, tuple([tensor.value for tensor in call.placed]), (message,))
+        placement = trace.place(event, is_whole=False)
+        self._exchange(placement, call.placed)
+        (segment,) = placement.segments
+        note = PlacedTensor(self, message, MESSAGE, segment)
+        if self._stage in placement.stages:
+            ran, prediction = observed(call, self._run, self.graph, counts=self.is_dry_run)
+            note.origin = note.current = (self.graph.current, encode(call.name, prediction))
+        self._draws.follow(placement.stages, call.leaves)
+        self._exchange(trace.place(Event("read", "description", (message,), ()), is_whole=False), [note])
+        if prediction is None:
+            assert note.origin is not None
+            prediction = decode(note.origin[1], call.name, why)
+        refuse_changed_plain(call, prediction)
+        values = [trace.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
+        trace.complete(position, values, prediction)
+        return self._hand_out(call, prediction, segment, values, ran)
 
     def _hand_out(
         self,

@@ -26,7 +26,6 @@ class Job:
     """Step to be run on every microbatch."""
 
     step: Step
-    """The user's code."""
     seed: int
     """Seed of all random streams of the step."""
     loss_of: Callable[[Any], Tensor | None] | None = None

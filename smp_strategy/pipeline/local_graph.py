@@ -24,8 +24,6 @@ class LocalGraph:
     """Real tensors and segments of one microbatch on one stage.
 
     Args:
-        stage: this rank's stage.
-        microbatch: number of the microbatch; determines message tags.
         pause: hands control to the scheduler. Called with the receives that the program waits for; called with none
             right before it computes for the first time, where a microbatch that has only begun early must stop.
 

@@ -31,15 +31,9 @@ class MicrobatchRunner:
     """Runs the microbatches of one step, segment by segment.
 
     Args:
-        stage: this rank's stage.
-        microbatches: arguments of the step, one per microbatch.
-        job: the step that every microbatch runs.
-        threads: thread pool; every microbatch takes one thread.
-        current: holder of the running program.
         private: private state of the microbatches; ``None`` for a single microbatch without recomputation.
 
     Attributes:
-        stage, job, private: as given.
         offload: activation offload of the stage.
         programs: interpreters of the microbatches.
         coroutines: their code.
@@ -134,9 +128,7 @@ class MicrobatchRunner:
 
     def finish(self) -> bool:
         """Complete the work without an action: segments off the plan, and backwards that no gradient passes through.
-
-        Returns:
-            Whether that is done; false if the stage has left the plan.
+        Returns false if the stage has left the plan.
         """
         for number in range(len(self.programs)):
             self.forward(number, ALL_SEGMENTS)

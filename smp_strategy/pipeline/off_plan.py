@@ -24,7 +24,6 @@ def finish_off_plan(runner: MicrobatchRunner, *, is_in_order: bool, improvises: 
     """Complete all microbatches of a stage that has left the plan.
 
     Args:
-        runner: runner of the microbatches.
         is_in_order: whether under the plan all stages complete one microbatch after the other. They can do so off the
             plan as well, which keeps the order of collectives equal on all ranks.
         improvises: called before microbatches continue in the order of their messages.
@@ -74,12 +73,10 @@ def _is_through(runner: MicrobatchRunner, number: int) -> bool:
 
 def _advance(runner: MicrobatchRunner, number: int) -> bool:
     """Resume a microbatch if it can run; returns whether it did."""
-    if runner.coroutines[number].finished:
-        return False
-    if not _have_arrived(runner, runner.waiting.get(number, ())):
-        return False
-    runner.resume(number)
-    return True
+    can_run = not runner.coroutines[number].finished and _have_arrived(runner, runner.waiting.get(number, ()))
+    if can_run:
+        runner.resume(number)
+    return can_run
 
 
 def _have_arrived(runner: MicrobatchRunner, receipts: Sequence[Receipt]) -> bool:

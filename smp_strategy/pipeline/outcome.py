@@ -29,7 +29,6 @@ class InterpretedCall(NamedTuple):
     leaves: list[Any]
     """Flattened arguments."""
     structure: Any
-    """Tree structure of the arguments."""
     placed: list[PlacedTensor]
     """Placed tensors among them."""
 
@@ -40,7 +39,6 @@ class CallOutcome(NamedTuple):
     inputs: list[Any]
     """Flattened arguments."""
     output: Any
-    """Return value."""
 
 
 def made_tensors(
@@ -49,10 +47,8 @@ def made_tensors(
     """Flatten the result of a call and compare it with the prediction.
 
     Args:
-        name: name of the call.
         prediction: prediction that the other stages use.
         inputs: flattened arguments.
-        output: return value.
 
     Returns:
         All flattened outputs, and the new tensors among them.
@@ -117,13 +113,8 @@ def _kind(leaf: Any) -> str:
 
 
 def assemble(prediction: Prediction, results: Sequence[Any], leaves: Sequence[Any], constants: Sequence[Any]) -> Any:
-    """Assemble the return value of a call.
-
-    Args:
-        prediction: prediction of the call.
-        results: new tensors of the result.
-        leaves: flattened arguments of the call.
-        constants: flattened outputs; those that are neither new tensors nor arguments are used.
+    """Assemble the return value of a call, of new tensors (``results``), its arguments (``leaves``), and for the rest
+    its flattened outputs (``constants``).
     """
     if prediction.is_bare and results:
         return results[0]

@@ -11,20 +11,17 @@ from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.pipeline.wrapping.inner_gradients import gradients_in_step
 
-__all__ = ["ANSWERED", "READS", "REFUSED", "calling_line", "operation_name"]
+__all__ = ["ANSWERED", "READS", "READ_NAMES", "REFUSED", "calling_line", "is_in_place", "operation_name"]
 
-READS: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(Tensor, name)
-            for name in (
-                *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__"),
-                *("__index__", "__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
-            )
-        ),
-        *(torch.equal, torch.allclose, torch.is_nonzero),
-    }
+READ_NAMES = (
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    *("__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
 )
+READS: frozenset[Any] = frozenset(
+    {*(getattr(Tensor, name) for name in READ_NAMES), torch.equal, torch.allclose, torch.is_nonzero}
+)
+# They begin like `__iadd__`.
+_NO_CHANGES = ("__iter__", "__index__", "__invert__", "__int__")
 
 
 def _setter(name: str) -> Any:
@@ -83,6 +80,13 @@ def operation_name(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):  # a property of Tensor, such as `T` or `data`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
     return name
+
+
+def is_in_place(name: str) -> bool:
+    """Whether an operation with this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_CHANGES)
+    return name.endswith("_")
 
 
 def calling_line() -> str:

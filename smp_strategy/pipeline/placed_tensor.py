@@ -37,11 +37,8 @@ class Interpreter(Protocol):
     """Interprets the program of one microbatch, call by call; placed tensors hand their operations to it."""
 
     microbatch: int
-    """Number of the microbatch in the step."""
     closed: bool
-    """Whether the program has ended."""
     is_dry_run: bool
-    """Whether it is a dry run, without values."""
     is_predicting: bool
     """Whether it is running code on fake tensors."""
     enclosing: nn.Module | None

@@ -41,7 +41,6 @@ class ProgramTrace:
     """Events of one program with their placements, compared with the path of the plan as they are added.
 
     Args:
-        new_router: factory of routers, which place events on stages.
         expected: signatures of the events that the plan was made for; ``None`` without a plan.
         latest: holder of the trace to follow, which :meth:`end` replaces by this one.
     """
@@ -121,11 +120,8 @@ class ProgramTrace:
         return entry
 
     def place(self, event: Event, *, is_whole: bool = True) -> Placement:
-        """Add any other event, and place it.
-
-        Args:
-            event: the next event.
-            is_whole: whether all of its outputs are known; otherwise :meth:`complete` has to follow.
+        """Add any other event, and place it. Unless it ``is_whole``, :meth:`complete` has to follow with further
+        outputs.
         """
         if not self.events:
             self._follow()

@@ -24,11 +24,7 @@ __all__ = ["Recorder"]
 
 @final
 class Recorder:
-    """Records one step.
-
-    Args:
-        transport: counter of the seconds that the stage has waited; ``None`` for a single stage.
-    """
+    """Records one step; the transport, if there are several stages, counts the seconds that this one has waited."""
 
     def __init__(self, transport: Transport | None) -> None:
         self._transport = transport

@@ -37,7 +37,6 @@ class Recording:
     left_plan: bool = False
     """Whether a microbatch took another path than the plan was made for."""
     traffic: OffloadStats = OffloadStats()
-    """Statistics of activation offload."""
 
     @property
     def seconds(self) -> float:
@@ -64,8 +63,6 @@ class Recorded(NamedTuple):
     """Plan and recording of a training step on this stage."""
 
     number: int
-    """Number of the step."""
     plan: Plan
-    """Plan of the step."""
     recording: Recording
     """Recording by the clock of this rank."""

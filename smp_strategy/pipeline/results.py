@@ -27,16 +27,8 @@ def up_to_date(tree: Any) -> Any:
 
 
 def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_stages: int) -> Callable[[], Any]:
-    """Begin to broadcast the values of placed tensors to all stages; collective.
-
-    Args:
-        tree: tree with placed tensors, the same ones on all stages.
-        transport: transport among the stages; ``None`` for a single stage.
-        stage: this rank's stage.
-        num_stages: number of stages.
-
-    Returns:
-        A function that waits and returns ``tree`` with real, detached tensors.
+    """Begin to broadcast the values of placed tensors in ``tree``, the same on all stages; collective. Returns a
+    function that waits, and returns ``tree`` with real, detached tensors.
     """
     leaves, structure = flatten(
         tree, lambda nest: type(nest) is torch.Size, is_opened_placed

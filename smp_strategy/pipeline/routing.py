@@ -69,12 +69,7 @@ class Placement(NamedTuple):
 
 @final
 class Router:
-    """Applies the routing rule to the events of one microbatch, one after the other.
-
-    Args:
-        stage_of: stage of each unit, by qualified name.
-        num_stages: number of pipeline stages.
-    """
+    """Applies the routing rule to the events of one microbatch, one after the other."""
 
     def __init__(self, stage_of: Mapping[str, int], num_stages: int) -> None:
         self._stage_of = stage_of
@@ -118,8 +113,7 @@ class Router:
             return event.home
         # A value that every stage holds attracts the operation nowhere, unless there are no others.
         pulling = [value for value in event.inputs if value.id not in self._everywhere] or event.inputs
-        newest = max(pulling, key=_number)
-        return (self._home[newest.id],)
+        return (self._home[max(value.id for value in pulling)],)
 
     def _moves(self, values: Iterable[Value], stages: Iterable[int]) -> tuple[Move, ...]:
         unique = dict.fromkeys(values)
@@ -143,10 +137,6 @@ class Router:
         return tuple(moves)
 
 
-def _number(value: Value) -> int:
-    return value.id
-
-
 def gradient_uses(
     events: Iterable[tuple[Event, Placement]], loss: int | None
 ) -> tuple[set[int], set[tuple[int, SegmentId]]]:
@@ -154,10 +144,6 @@ def gradient_uses(
 
     A value gets a gradient if it requires one and the loss depends on it. Within one event every output is taken to
     depend on every input.
-
-    Args:
-        events: events of a microbatch with their placements.
-        loss: number of the loss; ``None``: there is no loss.
 
     Returns:
         The numbers of the values with a gradient, and pairs (value, segment that used it and returns a gradient).

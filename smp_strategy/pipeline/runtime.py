@@ -50,14 +50,12 @@ class Runtime:
     """Executes steps on one stage.
 
     Args:
-        stage: this rank's stage.
         private: private state of microbatches, which is told before the glue sets or deletes an attribute of a module.
         note_values: called, in a dry run, with the values that the glue hands to units and autograd Functions, and
             returns.
         note_call: called with the microbatch, each unit that the glue calls, and its arguments.
 
     Attributes:
-        stage, note_values, note_call: as given.
         current: holder of the running program.
         collectives: collectives of the user in steps.
         barriers: runs steps whose microbatches stop at barriers.
@@ -107,8 +105,6 @@ class Runtime:
         Gradients of the weighted sum of the losses are added to the ``.grad`` of this stage's parameters.
 
         Args:
-            job: step to run.
-            microbatches: arguments of the step, one per microbatch.
             plan: order of actions; ``None``: program order. The stage leaves the plan when a microbatch departs from
                 the path for which it was made.
 

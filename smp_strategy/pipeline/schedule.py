@@ -56,7 +56,6 @@ class Plan:
     """Actions of each stage in order, with simulated times."""
 
     stages: tuple[tuple[Action, ...], ...]
-    """Actions of each stage."""
     times: Times
     """Simulated start and end of each action, in the unit of the costs."""
     period: float | None = None

@@ -50,7 +50,6 @@ class Export:
     """Value that left the segment that made it."""
 
     value: int
-    """Number of the value."""
     value_or_edge: Tensor | GradientEdge
     """The value; after its last use, only the edge at which its backward begins."""
     uses: "list[Remote | Import]" = field(default_factory=list)
@@ -79,7 +78,6 @@ class Import:
     """Value that entered a segment; its gradient is caught here."""
 
     value: int
-    """Number of the value."""
     source: Remote | None
     """Sender of the value; ``None`` for a value of this stage. There is no reference to the export: the two would form
     a cycle, and activations would live until the garbage collector finds it."""
@@ -95,7 +93,6 @@ class Segment:
     index: int
     """Number of the segment; -1 for the glue."""
     exports: dict[int, Export] = field(default_factory=dict)
-    """Exports by value number."""
     imports: list[Import] = field(default_factory=list)
     """Imports in program order."""
 

@@ -195,10 +195,8 @@ def backward_of_imports(
     imports: Collection[Import],
     backward: Backward = torch.autograd.backward,
 ) -> Deferred:
-    """Run the first part of a segment's backward: as little as the gradients of ``imports`` need.
-
-    Returns:
-        The second part.
+    """Run the first part of a segment's backward: as little as the gradients of ``imports`` need; returns the second
+    part.
     """
     whole = partial(backward, roots, gradients)
     # Nobody waits for anything: all of it can come later.

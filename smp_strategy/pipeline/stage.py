@@ -42,9 +42,7 @@ class Stage:
     stage_of: Mapping[str, int]
     """Stage of each unit, by qualified name."""
     num_stages: int
-    """Number of stages."""
     shape_inference: ShapeInference
-    """Shape inference for the results of calls."""
     transport: Transport | None
     """Transport of values between stages; ``None`` for a single stage."""
     device: torch.device
@@ -60,7 +58,6 @@ class Stage:
     parameters_refused: str = ""
     """Reason why steps must not ask for gradients of parameters; empty: they may."""
     glue: Sequence[nn.Module] = ()
-    """Modules above the units."""
     replicas: Replicas = field(default_factory=Replicas)
     """Ranks that stand for all ranks in the user's code."""
     agree: Callable[[bool], bool] = bool

@@ -20,12 +20,8 @@ THE_END: Final = "the end of a step or hook"
 
 @final
 class StepEnd:
-    """Agreement and broadcast at the end of one step; collective: all stages make one for each step, and finish it.
-
-    Args:
-        stage: this rank's stage.
-        programs: programs of the step, which have all ended.
-        results: tree of their return values, with placed tensors.
+    """Agreement on the programs of one step, which have all ended, and broadcast of their results; collective: all
+    stages make one for each step, and finish it.
     """
 
     def __init__(self, stage: Stage, programs: Sequence[MicrobatchInterpreter], results: Any) -> None:

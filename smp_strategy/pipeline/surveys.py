@@ -22,12 +22,7 @@ __all__ = ["alone", "entered", "rehearse", "survey"]
 
 @contextmanager
 def alone(runtime: Runtime, generators: GlobalGenerators) -> Iterator[MicrobatchInterpreter]:
-    """Context of code of the glue that runs once, on every stage, outside of the microbatches; gives its program.
-
-    Args:
-        runtime: runtime of the stage.
-        generators: global generators that it draws from, which are synchronised over the stages.
-    """
+    """Context of code of the glue that runs once, on every stage, outside of the microbatches; gives its program."""
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, generators=generators, current=runtime.current)
     with entered(runtime, program):
         yield program
@@ -56,14 +51,7 @@ def survey(
     loss_of: Callable[[Any], Tensor | None] | None,
     watch: SampleWatch | None = None,
 ) -> Trace:
-    """Trace ``step`` by one dry run.
-
-    Args:
-        runtime: runtime of a dry stage.
-        step: the user's code.
-        microbatch: argument of the step.
-        loss_of: picks the loss from its result; ``None``: there is no backward.
-        watch: looks for a loss that compares samples.
+    """Trace ``step`` by one dry run, which has a backward if there is ``loss_of``.
 
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
@@ -71,7 +59,7 @@ def survey(
     program = MicrobatchInterpreter(runtime.stage, microbatch=0, current=runtime.current)
     program.terms = watch
     runtime.barriers.dry_values.clear()
-    with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.open():
+    with entered(runtime, program), runtime.collectives.open(), nullcontext() if watch is None else watch.record:
         output = up_to_date(step(microbatch))
         if runtime.note_values is not None:
             runtime.note_values(output)
@@ -83,12 +71,8 @@ def survey(
 
 
 def rehearse(runtime: Runtime, job: Job, microbatches: Sequence[Any]) -> None:
-    """Run microbatches of a dry run without backward; each advances by one pause in turn.
-
-    Args:
-        runtime: runtime of a stage with a rehearsal, which decides where microbatches pause.
-        job: step that every microbatch runs.
-        microbatches: arguments of the step, one per microbatch.
+    """Run microbatches of a dry run without backward; each advances in turn to where the rehearsal of the stage pauses
+    it.
     """
     rehearsal = runtime.stage.rehearsal
     assert rehearsal is not None

@@ -20,12 +20,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.background_call import BackgroundCall
 from smp_strategy.distributed.deadlock import beside
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import HostCopies
@@ -60,7 +62,6 @@ class BackgroundSave:
         """
         self.wait()
         self._work = _BackgroundWork(write, what, self._errors)
-        self._work.thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
         """Call ``action`` once the save and earlier actions are done: in the thread, or at once if they are done
@@ -92,7 +93,7 @@ class BackgroundSave:
         """
         if self._work is None:
             return
-        self._work.thread.join()
+        self._work.call.within(None)
         self._work = None
         if self._errors:
             raise self._errors.pop()
@@ -100,14 +101,14 @@ class BackgroundSave:
 
 @final
 class _BackgroundWork:
-    """Thread of one save. Has no reference to its :class:`BackgroundSave`, which may be collected first."""
+    """One save, in a thread. Has no reference to its :class:`BackgroundSave`, which may be collected first."""
 
     def __init__(self, write: Callable[[], None], what: str, errors: list[BaseException]) -> None:
         self.is_over = False
-        self.thread = threading.Thread(target=self._run, args=(write, what), name="smp checkpoint", daemon=False)
         self._errors = errors
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self.call = BackgroundCall(partial(self._run, write, what), is_awaited=True)
 
     def add(self, action: Callable[[], None]) -> bool:
         """Queue ``action``; returns whether it will run, if nothing fails before."""

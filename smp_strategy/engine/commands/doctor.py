@@ -103,11 +103,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def examine(*, with_transports: bool = True) -> Examination:
-    """Look at this machine.
-
-    Args:
-        with_transports: whether two processes are started, which try the transports.
-    """
+    """Look at this machine; ``with_transports`` starts two processes, which try the transports."""
     accelerators, reason = _accelerators()
     shm = Path("/dev/shm")
     return Examination(

@@ -227,12 +227,7 @@ def estimates_on_ranks(
     A step has the same samples in microbatches of the same size, so that one trace is enough.
 
     Args:
-        config: All options of the run.
-        inputs: Module and its optimizers.
-        found: Result of the dry run, with a trace.
-        costs: Costs of its calls.
         now: Layout of the run, without split layers and shards.
-        node_size: Ranks on a node.
         limit: Bytes of a rank.
 
     Returns:

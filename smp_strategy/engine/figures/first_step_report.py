@@ -112,11 +112,7 @@ def render_first_step(
     """Report as plain text.
 
     Args:
-        shape: Mesh of the ranks.
-        partition: Stage of each unit, with predictions.
         num_samples: Samples in the batch of a replica.
-        num_parameters: Elements of the parameters of each stage.
-        measured: Measurement of each stage.
         plan: Schedule of the step; ``None``: it had none.
         change: Sentence about the change that would help most; empty: none is known.
         split: Sentence about split layers; empty: there are none.

@@ -77,13 +77,8 @@ def note_on_whole_batches(reason: Exception) -> str:
 
 
 def note_on_comparison(operation: str, sizes: Sequence[int], *, num_stages: int, takes_whole: bool) -> str:
-    """Sentence on a loss that compares the samples of its batch.
-
-    Args:
-        operation: What it computes with several samples at once.
-        sizes: Number of samples in each microbatch.
-        num_stages: Number of stages.
-        takes_whole: Whether batches are not cut from now on.
+    """Sentence on a loss that compares the samples of its batch by an ``operation``, and whose batches are not cut from
+    now on if it ``takes_whole``.
     """
     whole = show_count(sum(sizes), "sample")
     if takes_whole:
@@ -130,13 +125,8 @@ def notes_on_objects(microbatches: Sequence[Any]) -> Iterator[str]:
 
 
 def notes_on_buffers(module: nn.Module, written: Collection[str], *, replicas: int, microbatches: int) -> Iterator[str]:
-    """Sentence on buffers that layers of ``module`` update while they train: codebooks, queues, running means.
-
-    Args:
-        module: The model.
-        written: Names of buffers that layers write to.
-        replicas: Number of replicas that share their buffers.
-        microbatches: Number of microbatches of a step.
+    """Sentence on the buffers ``written`` by layers of ``module`` while they train, which ``replicas`` share:
+    codebooks, queues, running means.
     """
     modules = dict(module.named_modules())
     names = [name for name in sorted(written) if not isinstance(modules.get(name.rpartition(".")[0]), _NormBase)]

@@ -22,7 +22,6 @@ class FlagRecord(NamedTuple):
     """Values that are not finite."""
 
     step: int
-    """Training step."""
     microbatch: int
     part: Literal["output", "loss", "gradient"]
     """``gradient``: of the unit's output."""
@@ -76,12 +75,7 @@ class NonfiniteSearch:
 
 
 def first_cause(found: Sequence[FlagRecord], stage_of: Mapping[str, int]) -> str:
-    """Where NaN or infinity came from, in words.
-
-    Args:
-        found: Records of all ranks.
-        stage_of: Stage of each unit, in the order in which they run.
-    """
+    """Where NaN or infinity came from, in words; ``stage_of`` has the units in the order in which they run."""
     order = {unit: number for number, unit in enumerate(stage_of)}
     forward = [record for record in found if record.part != "gradient"]
     if forward:

@@ -26,11 +26,8 @@ def render_batch(num_samples: int, shape: MeshShape) -> str:
 
 
 def render_order(kind: str, names: Sequence[str]) -> str:
-    """Reason why microbatches do not take turns, in a sentence.
-
-    Args:
-        kind: Kind of step.
-        names: Attributes or variables in which a microbatch leaves state for the next one.
+    """Reason why microbatches do not take turns, in a sentence: in the attributes or variables ``names`` one leaves
+    state for the next.
     """
     where = f"`{'`, `'.join(names[:3])}`" if names else "attributes or variables"
     return (

@@ -42,7 +42,6 @@ class StepMonitor:
         tell: called with warnings, on all ranks.
 
     Attributes:
-        nonfinite: as given.
         trace_folder: folder of ``step-<number>.json``; doors set it.
         num_nonfinite: updates so far for which gradients were not finite.
 
@@ -118,12 +117,7 @@ class StepMonitor:
         )
 
     def save_trace(self, recorded: Recorded | None, gather: Callable[[], Timeline]) -> None:
-        """Save the timeline of the step that is over, if it is to be traced. Collective over the replica then.
-
-        Args:
-            recorded: Latest training step that had a plan.
-            gather: Gathers its timeline.
-        """
+        """Save the timeline of the step that is over, if it is to be traced. Collective over the replica then."""
         number, self._due = self._due, 0
         if recorded is not None and recorded.number == number:
             gather().save(self.trace_folder / f"step-{number}.json")
@@ -142,7 +136,6 @@ class StepMonitor:
         """Judge the gradients of all ranks before an update. Collective if they are not finite.
 
         Args:
-            found: Finding of all ranks about the gradients.
             stage_of: Stage of each unit, in the order in which they run.
             is_scaled: Whether the loss was scaled, so that gradients may overflow and the scaler repairs it.
 
@@ -168,12 +161,7 @@ class StepMonitor:
     # Figures
 
     def take(self, *, gathered: float, **more: Any) -> RankFigures:
-        """Counts since the last time, which begin anew.
-
-        Args:
-            gathered: Seconds that the host has waited for gathered weights so far.
-            more: Further fields of the result.
-        """
+        """Counts since the last time, which begin anew; the host has waited ``gathered`` seconds for weights so far."""
         is_training = self._since is not None
         self.interrupt()
         found = self._counted._replace(gather_seconds=gathered - self._num_gathered, **more)

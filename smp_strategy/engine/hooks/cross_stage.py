@@ -31,24 +31,22 @@ from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.distributed.agreement.ledger import Ledger
 from smp_strategy.distributed.agreement.topics import PROGRAM
 from smp_strategy.distributed.message_tags import HOOKS
-from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
+from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.engine.hooks.full_parameters import FullParameters
 from smp_strategy.model.guarded_tensors import in_plain_sight, placeholder, unwatch, watch
-from smp_strategy.model.ownership import HomeStages, home_of
-from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
+from smp_strategy.model.ownership import HomeStages, home_of, spec_of
+from smp_strategy.model.trace.prediction import Made, Same, Unpredictable
+from smp_strategy.model.trace.pytree import flatten_call, flatten_result, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
+from smp_strategy.pipeline.placed_ops import READ_NAMES
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.shared_tensors.weight_operations import changed_by
+from smp_strategy.pipeline.shared_tensors.weight_operations import changed_by, one_by_one
 from smp_strategy.pipeline.step_end import THE_END
 from smp_strategy.pipeline.transport.transport import Transport
 
 __all__ = ["HookView"]
 
-_READS = (
-    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
-    *("__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
-)
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
@@ -59,12 +57,6 @@ _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "
 @final
 class HookView:
     """View of all parameters across stages during a hook. Enter it on all stages of a replica alike.
-
-    Args:
-        holdings: Parameters of this rank.
-        full: Makes those that are sharded or split full from their first use on.
-        transport: Point-to-point transport between the stages.
-        inference: Inference of results by metadata.
 
     Attributes:
         generators: Global generators, which follow draws on some of the stages.
@@ -200,7 +192,7 @@ class HookView:
         homed = [leaf for leaf in leaves if home_of(leaf) is not None]
         target = changed_by(name, args, kwargs)
         target = target[0] if isinstance(target, (list, tuple)) else target
-        if name in _READS or (target is not None and home_of(target) is None):
+        if name in READ_NAMES or (target is not None and home_of(target) is None):
             # [1] A tensor that every stage has must change alike on every stage.
             return self._with_values(func, leaves, structure)
         # [2] and [3]
@@ -215,16 +207,17 @@ class HookView:
             made = self._run(func, leaves, structure, holders, draws=False)
             return self._make(made, spec_of(leaves[0]), holders)
         foreseen = self._inference.of(func, leaves, structure)
-        if foreseen is None:  # [1]
+        if isinstance(foreseen, Unpredictable):  # [1]
             return self._with_values(func, leaves, structure)
-        made = self._run(func, leaves, structure, holders, foreseen.draws)
-        found = pytree.tree_leaves(made) if self._mesh.stage in holders else [None] * len(foreseen.leaves)
+        made = self._run(func, leaves, structure, holders, foreseen.random)
+        is_here = self._mesh.stage in holders
+        found = flatten_result(made, leaves)[0] if is_here else [None] * len(foreseen.outputs)
         results = []
-        for told, real in zip(foreseen.leaves, found, strict=True):
-            if isinstance(told, Argument):
-                results.append(leaves[told.number])
+        for told, real in zip(foreseen.outputs, found, strict=True):
+            if isinstance(told, Same):
+                results.append(leaves[told.leaf])
             else:
-                results.append(self._make(real, told, holders) if isinstance(told, TensorSpec) else told)
+                results.append(self._make(real, told.spec, holders) if isinstance(told, Made) else told)
         return pytree.tree_unflatten(results, foreseen.structure)
 
     def _with_values(self, func: Any, leaves: list[Any], structure: Any) -> Any:
@@ -246,10 +239,8 @@ class HookView:
 
     def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run a ``_foreach_`` operation tensor by tensor: they may live on different stages."""
-        num = len(args[0])
         results = []
-        for number in range(num):
-            one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
+        for one in one_by_one(args):
             homed = any(home_of(leaf) is not None for leaf in pytree.tree_leaves((one, kwargs)))
             with in_plain_sight():
                 results.append(self._call(func, name, one, kwargs) if homed else func(*one, **kwargs))

@@ -59,10 +59,8 @@ class FullSplitLayers:
 
     @contextmanager
     def open(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
-        """Context of user code. Collective over the ranks that have the parts.
-
-        Args:
-            make_whole: Called at the first use; must call :meth:`show`. ``None``: the caller detects uses.
+        """Context of user code. Collective over the ranks that have the parts. The first use calls ``make_whole``,
+        which must call :meth:`show`; ``None``: the caller detects uses.
         """
         self._make_whole, self._is_used, self._is_open = make_whole, False, True
         self._watch()

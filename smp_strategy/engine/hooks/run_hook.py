@@ -16,12 +16,10 @@ __all__ = ["refuse_history", "run_hook"]
 
 
 def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
-    """Run ``hook`` with a view of the full model. Collective over the ranks that have it.
+    """Run ``hook`` with a view of the full model. Collective over the ranks that have it. Its result has real tensors
+    on every rank.
 
     Before the first step there is no view yet; it opens if the hook runs a step.
-
-    Returns:
-        The result of ``hook``, with real tensors on every rank.
     """
     views, opened = parts.views, partial(_opened, parts)
     if views.is_open:

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from smp_strategy.data_parallel.holdings import Holdings
 from smp_strategy.data_parallel.optimizer_state import FullOptimizerState
 from smp_strategy.engine.hooks.cross_stage import HookView
@@ -22,13 +24,11 @@ class Views:
     """View for the hook that runs now, if one does.
 
     Attributes:
-        inference: Inference of results by metadata, shared by all views.
         states: Full state of optimizers, for hooks.
         ask: Provides the values of guarded parameters outside of hooks; returns whether they are there for a while.
     """
 
     def __init__(self) -> None:
-        self.inference = CrossStageInference()
         self.states = FullOptimizerState()
         self.ask: Callable[[], bool] = lambda: False
         self._make: Callable[[], HookView | FullParameters] | None = None
@@ -38,7 +38,8 @@ class Views:
 
     def begin(self, holdings: Holdings, full: FullParameters, transport: Transport | None) -> None:
         """Set up views of the partitioned module; see :class:`HookView`. ``transport=None``: a single stage."""
-        self._make = lambda: full if transport is None else HookView(holdings, full, transport, self.inference)
+        inference = CrossStageInference(torch.device(holdings.mesh.device_type))
+        self._make = lambda: full if transport is None else HookView(holdings, full, transport, inference)
         holdings.ownership.sight.ask = lambda: self._view is None and self.ask()
         holdings.sharded.answer(holdings.ownership.sight.ask)
 

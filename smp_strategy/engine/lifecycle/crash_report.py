@@ -55,11 +55,7 @@ def shorten(error: BaseException) -> None:
 
 
 def chosen(are_library: Sequence[bool]) -> list[int]:
-    """Indices of the frames of a traceback that are shown.
-
-    Args:
-        are_library: Whether each frame, the outermost first, is a library's.
-    """
+    """Indices of the frames of a traceback that are shown, from whether each, the outermost first, is a library's."""
     innermost = len(are_library) - 1
     kept = [number for number, is_librarys in enumerate(are_library) if not is_librarys or number == innermost]
     return kept if len(kept) <= _NUM_FIRST + _NUM_LAST else kept[:_NUM_FIRST] + kept[-_NUM_LAST:]

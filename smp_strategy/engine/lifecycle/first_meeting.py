@@ -30,7 +30,7 @@ from typing import Any, Final, TypeVar, final
 import torch.distributed as dist
 
 from smp_strategy.distributed.agreement.common_settings import Settings, differences, explained, named
-from smp_strategy.distributed.failure import BackgroundCall
+from smp_strategy.distributed.background_call import BackgroundCall
 from smp_strategy.errors import ConfigError, PeerFailedError
 
 __all__ = ["FirstMeeting", "SILENCE_SECONDS", "init_method"]
@@ -54,10 +54,7 @@ class FirstMeeting:
     """Meeting of all ranks before their process group exists.
 
     Args:
-        address: Host and port of the rendezvous store.
-        rank: This rank.
         num_ranks: Number of ranks, as this one counts them.
-        timeout: Longest wait; ``None``: torch's for process groups.
         lost: Returns a sentence about a process of another rank that will never come, or nothing.
     """
 

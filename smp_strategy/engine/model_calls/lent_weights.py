@@ -20,12 +20,8 @@ __all__ = ["LentWeights"]
 
 @final
 class LentWeights:
-    """Values of the parameters that this rank lacks, for a while.
-
-    Args:
-        model: The prepared model.
-        engine: Runs it.
-        gather: Gathers the full state dict of the model on this rank; ``None``: not all ranks can take part now.
+    """Values of the parameters that this rank lacks, for a while. ``gather`` returns the full state dict of the model,
+    or ``None`` if not all ranks can take part now.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, gather: Callable[[], Mapping[str, Any] | None]) -> None:

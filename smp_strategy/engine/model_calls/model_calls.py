@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.model_calls.loss_use import LossUses, Repetition, UndecidedCall
+from smp_strategy.engine.model_calls.loss_use import Repetition, UndecidedCall
 from smp_strategy.engine.model_calls.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.engine.model_calls.model_methods import ModelMethods
 from smp_strategy.engine.model_calls.model_outputs import (
@@ -80,13 +80,8 @@ class BackwardPrediction:
         return self._syncs()
 
     def learn(self, grad_output: Tensor, factor: float, parameters: Sequence[nn.Parameter], *, had: bool) -> None:
-        """Record an actual backward.
-
-        Args:
-            grad_output: actual factor of the loss.
-            factor: the predicted factor.
-            parameters: parameters, just before gradients are added to them.
-            had: whether they had gradients when the model was called.
+        """Record an actual backward before gradients are added to ``parameters``, which may have ``had`` some when the
+        model was called.
         """
         given = grad_output.item()
         if given and given != grad_output.new_tensor(factor).item():
@@ -111,9 +106,7 @@ class ModelCall(NamedTuple):
     """Arguments of a call of the model, in containers, so that two arguments are not taken for two samples."""
 
     args: dict[int, Any]
-    """Positional arguments."""
     kwargs: dict[str, Any]
-    """Keyword arguments."""
 
 
 class CallOptions(NamedTuple):
@@ -140,10 +133,6 @@ class ModelCalls:
     """Replacement of ``forward``, ``generate`` and public methods of the prepared model.
 
     Args:
-        model: the prepared model.
-        engine: runs it.
-        options: the user's options.
-        prediction: predicts the backward that follows a call.
         check: called before each call of the model, with whether it is a training call.
         own_forward: instance attribute ``forward`` of ``model`` before it was prepared, if any.
     """
@@ -174,7 +163,8 @@ class ModelCalls:
         # Kinds of calls, with a number each, and the properties of their results.
         self._kinds: dict[Any, int] = {}
         self._result_kinds: dict[Any, _ResultKind] = {}
-        self._uses = LossUses()
+        # Whether calls train on other results than their loss, as far as a backward has told.
+        self._trains_outside: dict[Any, bool] = {}
 
     # On the instance
 
@@ -209,7 +199,7 @@ class ModelCalls:
         way = self._way_of(call)
         inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
         kind = self._find_kind(inputs, way)
-        is_inside = self._options.loss_in_model is not False and not self._uses.is_outside(way)
+        is_inside = self._options.loss_in_model is not False and not self._trains_outside.get(way)
         if kind.has_loss and self.model.training and is_inside:
             return self._train(inputs, way, kind)
         return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
@@ -266,7 +256,7 @@ class ModelCalls:
                 raise UnsupportedError(
                     f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
                 )
-            self._uses.learn(way, is_outside=True)
+            self._trains_outside[way] = True
             before.restore()
             return self._forward(inputs)
 
@@ -274,6 +264,7 @@ class ModelCalls:
             prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
+        ready = InputGradients(inputs.tensors, inputs.gradients() if inputs else [], factor)
         if before is not None and any(len(packed.places) > 1 for packed in result.outputs):
 
             def forward() -> ForwardStep:
@@ -284,22 +275,25 @@ class ModelCalls:
                 result,
                 [1.0 if sums else size / sum(result.sizes) for size in result.sizes],
                 commit=commit,
-                factor=factor,
                 inputs=inputs,
+                ready=ready,
                 repetition=Repetition(forward, before),
                 combine=None if self._own_samples is None else self._own_samples.averaged,
-                learn=lambda is_outside: self._uses.learn(way, is_outside=is_outside),
+                learn=functools.partial(self._learn, way),
             ).result()
         else:
-            ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
             merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
+
+    def _learn(self, way: Any, is_outside: bool) -> None:
+        """Note what a backward has reached; other results are not forgotten."""
+        self._trains_outside[way] = is_outside or self._trains_outside.get(way, False)
 
     def _is_undecided(self, way: Any, kind: _ResultKind) -> bool:
         """Whether it is unknown if the script trains on other results than the loss."""
         options = self._options
         is_open = options.loss_in_model == "auto" and options.training_outputs == "all"
-        return is_open and kind.has_others and not self._uses.is_known(way)
+        return is_open and kind.has_others and way not in self._trains_outside
 
     def _forward(self, inputs: ModelInputs) -> Any:
         call = inputs.call

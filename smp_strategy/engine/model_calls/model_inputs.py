@@ -34,9 +34,6 @@ class ModelInputs:
     """Differentiable inputs of one call.
 
     Args:
-        call: arguments of the model.
-        samples: location of the samples in them.
-        mesh: process mesh.
         reads_alone: whether each rank of a tensor-parallel group reads samples of its own.
 
     Attributes:
@@ -126,8 +123,7 @@ def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, samples: Sam
     """Scale the number of items in ``kwargs``, if given, to the share of ``microbatch``.
 
     Args:
-        kwargs: keyword arguments of the model.
-        microbatch: its arguments, a part of the samples of one or more ranks.
+        microbatch: arguments of the model, a part of the samples of one or more ranks.
         samples: samples of the call on this rank.
     """
     items = kwargs.get(NAME)

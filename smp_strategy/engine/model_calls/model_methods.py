@@ -41,8 +41,6 @@ class ModelMethods:
     """Replacement of public methods of the model.
 
     Args:
-        model: has the methods.
-        engine: runs the model.
         run: runs a step, given name and callable of the method, its arguments, and the grad mode of its first unit.
         is_inside: whether a step is running, or other code that may call units.
     """

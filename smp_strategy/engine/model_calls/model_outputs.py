@@ -13,25 +13,23 @@ computes is the mean over the samples of the whole group, on each rank: the mean
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from smp_strategy.distributed.torch_private import keeps_graph, will_run
+from smp_strategy.distributed.torch_private import keeps_graph
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.join_results import merge
 from smp_strategy.engine.model_calls.model_inputs import ModelInputs
-from smp_strategy.engine.step_results import loss_that_commits
+from smp_strategy.engine.step_results import on_graph
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_output, items_of, nodes
 
 __all__ = [
     "OmittedResult",
     "Packed",
+    "ResultLeaves",
     "InputGradients",
     "gradients_come_later",
     "is_differentiable",
@@ -57,12 +55,7 @@ class Packed(NamedTuple):
 
 @final
 class OmittedResult:
-    """Placeholder for a result that stays with the stages; any use raises.
-
-    Args:
-        what: description of the result.
-        remedy: advice how to get it.
-    """
+    """Placeholder for a result that stays with the stages; any use raises."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self._what = what
@@ -101,13 +94,7 @@ def replace_loss(result: Any, loss: Tensor) -> Any:
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int], *, sums: bool) -> Any:
-    """Join the results of the microbatches.
-
-    Args:
-        outputs: result of each microbatch.
-        sizes: number of samples in each.
-        sums: whether a loss among them is a sum over samples, as opposed to a mean.
-    """
+    """Join the results of the microbatches, whose loss is a sum over samples if it ``sums``, else a mean."""
     result = merge(outputs, sizes)
     losses = [loss for loss in map(loss_in, outputs) if loss is not None]
     if not sums or len(losses) < len(outputs):
@@ -148,6 +135,30 @@ def is_differentiable(packed: Packed) -> bool:
     return bool(packed.places)
 
 
+@final
+class ResultLeaves:
+    """Differentiable leaves of the results of all microbatches.
+
+    Attributes:
+        places: numbers of their microbatches, and their positions among all leaves there.
+    """
+
+    def __init__(self, outputs: Sequence[Packed]) -> None:
+        # `places` index the leaves of the whole `Packed`, whose first part is the result.
+        self._leaves = [flatten_output(packed)[0] for packed in outputs]
+        self.places = [(number, place) for number, packed in enumerate(outputs) for place in packed.places]
+        self.tensors: list[Tensor] = [self._leaves[number][place] for number, place in self.places]
+
+    def gradients(
+        self, found: Sequence[Tensor | None], combine: Callable[[Tensor], Tensor] | None
+    ) -> list[list[Tensor | None]]:
+        """Gradients of all leaves of each microbatch, of which ``found`` are those of these."""
+        given: list[list[Tensor | None]] = [[None] * len(each) for each in self._leaves]
+        for (number, place), gradient in zip(self.places, found, strict=True):
+            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
+        return given
+
+
 class InputGradients(NamedTuple):
     """Gradients of inputs, computed before the script calls backward."""
 
@@ -157,6 +168,11 @@ class InputGradients(NamedTuple):
     factor: float
     """Factor of the loss in these gradients."""
 
+    def at(self, gradient: Tensor) -> list[Tensor]:
+        """Those if the loss has ``gradient``."""
+        scale = gradient / gradient.new_tensor(self.factor)
+        return [each * scale for each in self.gradients]
+
 
 def with_loss(
     outputs: Sequence[Packed],
@@ -165,27 +181,32 @@ def with_loss(
     commit: Callable[[Tensor], None],
     *,
     remedy: str,
-    inputs: InputGradients | None = None,
+    inputs: InputGradients,
 ) -> Any:
     """Merge the results of a step whose backward has run; the loss in them hands over the gradients.
 
     Args:
-        outputs: result of each microbatch.
-        sizes: number of samples in each.
-        loss: loss over all of them.
         commit: adds gradients times the given number to ``.grad``.
         remedy: advice in the error about gradients of other results.
-        inputs: gradients of differentiable inputs.
     """
 
-    def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
-        refused: Sequence[Tensor] = _RefuseBackward.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
-        return refused
+    def refuse(gradients: Sequence[Tensor | None], trains: bool) -> NoReturn:
+        raise UnsupportedError(
+            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
+            f"already, together with forward, for the loss alone. {remedy}"
+        )
 
-    ended = [place_on_graph(packed, refuse) for packed in outputs]
-    handed = loss_that_commits(loss, only_once(commit))
-    if inputs is not None:
-        handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
+    ended = [place_on_graph(packed, lambda leaves: on_graph(leaves, (), refuse)) for packed in outputs]
+    commit_once = only_once(commit)
+
+    def hand_over(gradients: Sequence[Tensor | None], trains: bool) -> Sequence[Tensor]:
+        [gradient] = gradients
+        assert gradient is not None
+        if trains:
+            commit_once(gradient)
+        return inputs.at(gradient)
+
+    [handed] = on_graph([loss.detach().clone()], inputs.of, hand_over)
     return replace_loss(merge(ended, sizes), handed)
 
 
@@ -195,25 +216,18 @@ def gradients_come_later(
     """Merge the results of a step whose backward runs when the script calls it.
 
     Args:
-        step: has run forward.
-        inputs: differentiable inputs.
         sums: whether a loss among the results is a sum over samples.
         combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
-    places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
-    # `places` index the leaves of the whole `Packed`, whose first part is the result.
-    leaves = [flatten_output(packed)[0] for packed in step.outputs]
-    found = [leaves[number][place] for number, place in places]
+    leaves = ResultLeaves(step.outputs)
 
-    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
-        given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
-        for (number, place), gradient in zip(places, gradients, strict=True):
-            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
-        step.backward(given, retain_graph=retain_graph)
+    def run(gradients: Sequence[Tensor | None], trains: bool) -> list[Tensor]:
+        if not trains:
+            raise only_of_input()
+        step.backward(leaves.gradients(gradients, combine), retain_graph=keeps_graph())
         return inputs.gradients() if inputs else []
 
-    anchor = _anchor(found)
-    later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
+    later = iter(on_graph(leaves.tensors, inputs.tensors, run))
     ended = [place_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs]
     return joined(ended, step.sizes, sums=sums)
 
@@ -225,10 +239,6 @@ def place_on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tenso
         for place, tensor in zip(packed.places, hang([leaves[place] for place in packed.places]), strict=True):
             leaves[place] = tensor
     return pytree.tree_unflatten(leaves, structure)
-
-
-def _anchor(like: Sequence[Tensor]) -> Tensor:
-    return torch.zeros((), device=like[0].device, requires_grad=True)
 
 
 def only_once(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -256,53 +266,3 @@ def only_of_input() -> UnsupportedError:
         "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
         "and set those of the parameters to zero before they are trained."
     )
-
-
-class _RefuseBackward(torch.autograd.Function):
-    """Identity whose backward raises: backward of this call has run already, for its loss only."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
-        ctx.remedy = remedy
-        return tuple(leaf.detach() for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(
-            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
-            f"already, together with forward, for the loss alone. {ctx.remedy}"
-        )
-
-
-class _ContinueIntoInputs(torch.autograd.Function):
-    """Identity of the loss; backward hands existing gradients to the differentiable inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
-        ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        scale = gradient / ctx.factor
-        return gradient, None, None, *(each * scale for each in ctx.gradients)
-
-
-class _DeferredBackward(torch.autograd.Function):
-    """Identity of all results; backward runs the engine's backward with their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
-        ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.detach() for leaf in tensors[num_inputs:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not will_run(ctx.anchor):
-            raise only_of_input()
-        retain_graph = keeps_graph()
-        of_inputs = ctx.run(gradients, retain_graph=retain_graph)
-        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

@@ -28,11 +28,7 @@ Target: TypeAlias = AnyPath | os.PathLike[str] | str
 
 @final
 class AsyncSaves:
-    """Checkpoint writer of a run, with a queue of actions that wait for the save in flight.
-
-    Args:
-        in_background: whether training continues while files are written.
-    """
+    """Checkpoint writer of a run, perhaps in the background, and actions that wait for the save in flight."""
 
     def __init__(self, *, in_background: bool = True) -> None:
         self._background = BackgroundSave()
@@ -64,11 +60,8 @@ class AsyncSaves:
         self.save(place, lambda: prepared.write(place, rest=rest, note=note))
 
     def remove(self, path: Target, how: Callable[[], None] | None = None) -> None:
-        """Remove a checkpoint of either form after the save in flight. On a single rank.
-
-        Args:
-            path: the checkpoint.
-            how: removes it instead, e.g. the user's ``CheckpointIO``.
+        """Remove a checkpoint of either form after the save in flight, perhaps by the user's ``CheckpointIO``
+        (``how``). On a single rank.
         """
         self._later(how or (lambda: commit.remove(any_path(path))), path, leaves=False)
 
@@ -108,10 +101,8 @@ class AsyncSaves:
             self.wait()
 
     def end(self, *, failed: bool) -> None:
-        """Wait for the save in flight; later saves are synchronous.
-
-        Args:
-            failed: whether the run ends with an error; then the error of a save becomes a warning.
+        """Wait for the save in flight, whose error becomes a warning if the run has ``failed``; later saves are
+        synchronous.
         """
         self.in_background = False
         try:

@@ -131,12 +131,7 @@ def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def _join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of :func:`split_checkpoint`, with lazily read tensors.
-
-    Args:
-        stored: the tensors and objects of the ranks.
-        rest: the content of ``meta.pt``.
-    """
+    """Inverse of :func:`split_checkpoint`, with lazily read tensors; ``rest`` is the content of ``meta.pt``."""
     parts: dict[Any, Any] = {}
     values: dict[str, Any] = {name: stored_tensor(stored, name) for name in stored.tensors}
     values.update(stored.read_objects(stored.objects))

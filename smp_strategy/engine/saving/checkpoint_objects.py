@@ -52,14 +52,8 @@ def put_whole_objects(
     optimizers: Sequence[Optimizer],
     looking_plain: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Replace, on global rank 0, entries of ``checkpoint`` that contain objects of the run by copies. Collective.
-
-    Args:
-        checkpoint: The content of a checkpoint.
-        saved: Collects values.
-        module: The module of the run.
-        optimizers: Its optimizers.
-        looking_plain: Context in which the door has no patches on parts of the module.
+    """Replace, on global rank 0, entries of ``checkpoint`` that contain objects of the run by copies. Collective. Under
+    ``looking_plain`` the door has no patches on parts of the module.
     """
     with saved.looking_plain(), looking_plain():
         checkpoint.update(_whole_objects(checkpoint, saved, _Run(module, optimizers)))

@@ -257,11 +257,8 @@ class SavedState:
         self.write_filled(states, lambda: content, opened, doing=f"saving {path}")
 
     def write_full_optimizer_state(self, optimizer: Optimizer, path: Path) -> None:
-        """Write what :meth:`full_optimizer_state` returns, atomically, one tensor at a time. Collective.
-
-        Args:
-            optimizer: Optimizer of the module.
-            path: Path of the new file, on global rank 0.
+        """Write what :meth:`full_optimizer_state` returns to ``path`` on global rank 0, atomically, one tensor at a
+        time. Collective.
 
         Raises:
             PeerFailedError: global rank 0 could not write.

@@ -24,7 +24,6 @@ class PendingOptimizerState(NamedTuple):
 
     source: Source
     number: int
-    """Number of the optimizer in the source."""
     names: Mapping[nn.Parameter, str]
     """Names of the parameters in the source."""
 

@@ -80,13 +80,8 @@ def _is_cut(value: Any) -> bool:
 def put_together(
     part: Mapping[str, Any], doing: str, group: dist.ProcessGroup, *, on_first_only: bool = False
 ) -> dict[str, Any]:
-    """All parts put together. Collective over ``group``.
-
-    Args:
-        part: that of this rank.
-        doing: name of the call, for messages.
-        group: ranks that have the parts.
-        on_first_only: whether only the first rank of the group gets the result; the others get an empty dict.
+    """All parts put together, on all ranks of ``group``, which have them, or on the first only: the others get an empty
+    dict. Collective.
     """
     if on_first_only:
         first = dist.get_process_group_ranks(group)[0]

@@ -75,10 +75,8 @@ def of_groups(
     """States of the first rank of each group, what it has ``more``, and states of others that differ. Collective.
 
     Args:
-        state: State of this rank.
-        more: What a file has beside it, for a group.
+        more: What a file has for a group beside the state.
         groups: Ranks that draw alike.
-        doing: Purpose, for messages.
         on_first: Whether only global rank 0 gets the result; elsewhere all of it is empty.
     """
     mine = state, more

@@ -101,12 +101,7 @@ class _CountedBatch(NamedTuple):
 
 @final
 class _Counting:
-    """Collate function that also records the number of samples; it is sent to workers.
-
-    Args:
-        collate: the loader's collate function.
-        is_of_numbers: see :class:`~smp_strategy.engine.data_readers.BatchSource`.
-    """
+    """Collate function that also records the number of samples; it is sent to workers."""
 
     def __init__(self, collate: Callable[[Any], Any], *, is_of_numbers: bool) -> None:
         self._collate = collate
@@ -262,11 +257,7 @@ class LoaderPass:
             self._state_before = self._loader.state_dict()
 
     def place(self, num_unused: int = 0) -> dict[str, Any]:
-        """Position of this pass, for a checkpoint.
-
-        Args:
-            num_unused: number of batches that were fetched, but not used.
-        """
+        """Position of this pass, for a checkpoint; ``num_unused`` batches were fetched, but not used."""
         if self._place is not None:
             return dict(self._place)  # no batch was requested since
         num_unused = 0 if self._is_over else num_unused

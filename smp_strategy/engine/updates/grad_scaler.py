@@ -35,7 +35,6 @@ class GradScaler:
     """Scales losses and unscales gradients.
 
     Args:
-        rules: How the scale changes.
         unscale: Divides the gradients of an optimizer by a number and returns the finding of all ranks; collective
             (:meth:`smp_strategy.engine.engine.Engine.unscale`).
         optimizers: All optimizers, if several step at different times.

@@ -38,7 +38,6 @@ class ScalingRules:
     """Initial value and changes of the scale."""
 
     init_scale: float = PrecisionOptions.init_scale
-    """Initial scale."""
     growth_factor: float = PrecisionOptions.scale_factor
     """Factor of growth; 1 for a static scale."""
     backoff_factor: float = 1 / PrecisionOptions.scale_factor
@@ -92,12 +91,7 @@ class ScalingRules:
         return LossScale(scale=_single(self.init_scale), hysteresis=self.delayed_shift)
 
     def next(self, state: LossScale, *, overflowed: bool) -> LossScale:
-        """The scale after a step.
-
-        Args:
-            state: Scale of the step.
-            overflowed: Whether the step was skipped because a gradient was infinite or not a number.
-        """
+        """The scale after a step, which was skipped if a gradient has ``overflowed``."""
         if overflowed:
             return self._after_overflow(state)
         good_steps = state.good_steps + 1

@@ -18,8 +18,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, final
 
+from smp_strategy.distributed.background_call import call_every
 from smp_strategy.engine.lifecycle.crash_report import publish_end, stopped_for
 from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 
@@ -60,7 +62,7 @@ class Children:
 
     def watch(self) -> None:
         """Watch the children, in a daemon thread."""
-        threading.Thread(target=self._watch, daemon=True, name="smp-child-watcher").start()
+        call_every(_POLL_SECONDS, self._look, "smp-child-watcher", self._expected_to_end)
 
     def lost(self) -> str:
         """A sentence about a rank that has ended well, or is stopped, before all ranks have met; empty: there is none.
@@ -124,20 +126,18 @@ class Children:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def _watch(self) -> None:
-        while not any(_has_failed(process) for process in self._processes):
-            if all(process.returncode is not None for process in self._processes):
-                return
-            if self._expected_to_end.wait(_POLL_SECONDS):
-                return
-        failed = (each for each in zip(self._ranks, self._processes, strict=True) if _has_failed(each[1]))
-        rank, process = next(failed)
+    def _look(self) -> bool:
+        """End this process if a child has failed; whether some still run."""
+        failed = [each for each in zip(self._ranks, self._processes, strict=True) if _has_failed(each[1])]
+        if not failed:
+            return any(process.returncode is None for process in self._processes)
+        rank, process = failed[0]
         story = publish_end(rank, process.pid, process.returncode)
-        if self._expected_to_end.wait(GRACE_SECONDS):
-            return
-        self.end(patience=0)
-        code = process.returncode if process.returncode > 0 else 128 - process.returncode
-        _leave(f"rank {rank} failed first: {story} This process still waited for it; all ranks are ended.", code)
+        if not self._expected_to_end.wait(GRACE_SECONDS):
+            self.end(patience=0)
+            code = process.returncode if process.returncode > 0 else 128 - process.returncode
+            _leave(f"rank {rank} failed first: {story} This process still waited for it; all ranks are ended.", code)
+        return False
 
 
 def _has_failed(process: "subprocess.Popen[bytes]") -> bool:
@@ -157,19 +157,20 @@ def end_with_launcher() -> None:
             gc.set_threshold(*threshold)
             gc.freeze()
             gc.unfreeze()  # All objects of now are of the oldest generation: no collection looks at them soon.
-        threading.Thread(target=_watch_launcher, args=(pid, farewell), daemon=True, name="smp-parent-watcher").start()
+        call_every(_POLL_SECONDS, partial(_look_at_launcher, pid, farewell), "smp-parent-watcher")
 
 
-def _watch_launcher(pid: int, farewell: int) -> None:
-    while os.getppid() == pid:
-        time.sleep(_POLL_SECONDS)
+def _look_at_launcher(pid: int, farewell: int) -> bool:
+    """End this process if its launcher ``pid`` is gone without a farewell; whether it is still there."""
+    if os.getppid() == pid:
+        return True
     poll = select.poll()
     poll.register(farewell, select.POLLIN)
-    if any(event & select.POLLIN for _, event in poll.poll(0)):
-        return
-    time.sleep(GRACE_SECONDS)
-    rank = os.environ.get("LOCAL_RANK")
-    _leave(f"[rank{rank}]: process {pid}, which has started this one, is gone; this one ends.", 1)
+    if not any(event & select.POLLIN for _, event in poll.poll(0)):
+        time.sleep(GRACE_SECONDS)
+        rank = os.environ.get("LOCAL_RANK")
+        _leave(f"[rank{rank}]: process {pid}, which has started this one, is gone; this one ends.", 1)
+    return False
 
 
 def _leave(words: str, code: int) -> None:

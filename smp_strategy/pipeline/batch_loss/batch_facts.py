@@ -12,7 +12,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["RANDOM", "Facts", "facts_of", "is_in_place", "reduction_of"]
+from smp_strategy.pipeline.batch_loss.sample_order import entries_of
+
+__all__ = ["RANDOM", "Facts", "facts_of", "reduction_of"]
 
 RANDOM = frozenset(
     {
@@ -45,13 +47,6 @@ class Facts:
     """Whether a sum or mean over all samples has gone into it."""
     selects: bool = False
     """Whether its size depends on values of the batch."""
-
-
-def is_in_place(name: str) -> bool:
-    """Whether an operation with this name changes its first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__iter__", "__index__", "__invert__"))
-    return name.endswith("_")
 
 
 def reduction_of(name: str) -> str:
@@ -92,9 +87,7 @@ def _degree_of_quotient(args: Sequence[Any], given: Sequence[tuple[Tensor, Facts
     return above - below
 
 
-def _reduced(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _reduced(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     degree = facts.degree + (reduction_of(name) == "sum")
     if made.ndim == 0:
         return Facts(is_whole=facts.is_whole, degree=degree, reduces=True)
@@ -109,16 +102,12 @@ def _reduced(
     return replace(facts, dim=facts.dim if kept else facts.dim - sum(each < facts.dim for each in reduced))
 
 
-def _viewed(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _viewed(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     is_kept = facts.dim == 0 and made.ndim > 0 and made.shape[0] == source.shape[0]
     return facts if is_kept else replace(facts, dim=None)
 
 
-def _swapped(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _swapped(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     if facts.dim is None:
         return facts
     pair = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, int)] or [0, 1]
@@ -126,17 +115,13 @@ def _swapped(
     return replace(facts, dim={first: second, second: first}.get(facts.dim, facts.dim))
 
 
-def _permuted(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _permuted(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
     order = [each % source.ndim for each in dims]
     return replace(facts, dim=None if facts.dim is None else order.index(facts.dim))
 
 
-def _taken(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _taken(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     """Parts along a dim, the first one by default; of the samples' own dim they are not whole."""
     numbers = [each for each in args[1:] if isinstance(each, int)]
     dim = kwargs.get("dim", 0 if name in ("unbind", "__iter__") else numbers[0] if name in ("select", "narrow") else 0)
@@ -149,18 +134,15 @@ def _taken(
     return replace(facts, dim=facts.dim - drops)
 
 
-def _indexed(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _indexed(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(isinstance(each, Tensor) for each in index):
         has_mask = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in index)
         return replace(facts, dim=None, selects=facts.selects or has_mask)
-    entries = _expanded(index, source.ndim)
     # Without a dim of their own, the samples may be in any; a row may then be that of one sample.
     own = 0 if facts.dim is None else facts.dim
     position = dim = 0
-    for entry in entries:
+    for entry in entries_of(index, source.ndim):
         if entry is not None and position == own and entry != slice(None):
             return replace(facts, dim=None, is_whole=False)
         if entry is not None and position == own:
@@ -170,22 +152,11 @@ def _indexed(
     return facts
 
 
-def _expanded(index: Sequence[Any], ndim: int) -> list[Any]:
-    """``index`` with an entry for each dim, and ``None`` for new ones."""
-    num_missing = ndim - sum(each is not None and each is not Ellipsis for each in index)
-    found: list[Any] = []
-    for each in index:
-        found += [slice(None)] * num_missing if each is Ellipsis else [each]
-    return found if Ellipsis in index else found + [slice(None)] * num_missing
-
-
-def _selected(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], source: Tensor, facts: Facts, made: Tensor
-) -> Facts:
+def _selected(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     return replace(facts, dim=None, selects=True)
 
 
-_Rule = Callable[[str, Sequence[Any], Mapping[str, Any], Tensor, Facts, Tensor], Facts]
+_Rule = Callable[[str, Any, Any, Tensor, Facts, Tensor], Facts]
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys((*_SUMS, *_MEANS), _reduced),
     **dict.fromkeys(_SAME_SHAPE_VIEWS, _viewed),

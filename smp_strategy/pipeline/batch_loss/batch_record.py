@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from smp_strategy.distributed.torch_private import mode_set_aside
 from smp_strategy.model.trace.pytree import Path, items_of, nodes
 from smp_strategy.model.trace.tensor_spec import METADATA
-from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, is_in_place, reduction_of
-from smp_strategy.pipeline.placed_ops import operation_name
+from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, reduction_of
+from smp_strategy.pipeline.placed_ops import is_in_place, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["BatchRecord", "OutOfSightError", "BatchValue"]
@@ -72,12 +72,8 @@ class _BatchStep:
 
 @final
 class BatchRecord(TorchFunctionMode):
-    """Records the operations on plain tensors of the program that runs in its context.
-
-    Args:
-        microbatches: arguments of the step; the program of the first one is recorded.
-        sizes: number of samples in each.
-        copied: copy of the first one with which its program runs instead.
+    """Records the operations on plain tensors of the program that runs in its context: that of the first microbatch,
+    perhaps with a copy of it.
     """
 
     def __init__(self, microbatches: Sequence[Any], sizes: Sequence[int], copied: Any = None) -> None:
@@ -205,12 +201,7 @@ class BatchRecord(TorchFunctionMode):
     # Repeating
 
     def value(self, wanted: BatchValue, microbatch: int, known: Mapping[int, Tensor] | None = None) -> Any:
-        """Compute ``wanted`` for another microbatch.
-
-        Args:
-            wanted: what to compute.
-            microbatch: number of the microbatch.
-            known: results of entries that are given.
+        """Compute ``wanted`` for another microbatch; ``known`` are results of entries that are given.
 
         Raises:
             OutOfSightError: the program has made it of something that is not known here.

@@ -109,14 +109,7 @@ def term_of(
     record: BatchRecord,
     selections: dict[int, Selected],
 ) -> Term | Problem | None:
-    """Find out whether a call of the glue is a term.
-
-    Args:
-        function: what is called.
-        args, kwargs: its arguments, with placed tensors.
-        record: knows the tensors of the batch.
-        selections: of placed tensors, by the number of their values.
-    """
+    """Find out whether a call of the glue is a term; ``selections`` are by the number of the selected value."""
     name = operation_name(function)
     if name in _QUOTIENTS or name in _PRODUCTS:
         return _divisor(name, args, record)
@@ -129,15 +122,11 @@ def term_of(
 
 def _divisor(name: str, args: Sequence[Any], record: BatchRecord) -> Term | Problem | None:
     is_quotient = name in _QUOTIENTS
-    places = (1,) if is_quotient else (0, 1)
-    for place in places:
+    for place in (1,) if is_quotient else (0, 1):
         found = record.find(args[place]) if len(args) > place else None
         if found is None or not found.facts.reduces:
             continue
-        degree = found.facts.degree
-        if degree > 0 and not is_quotient:
-            return None
-        if not found.facts.is_whole:
+        if not found.facts.is_whole or (found.facts.degree > 0 and not is_quotient):
             return None
         if not found.is_known:
             return Problem(name, "the number by which it divides is not made of the batch alone")
@@ -197,13 +186,11 @@ def _mean(
             by = by if by is not None and by.facts.selects else None
         if by is not None and not by.facts.is_whole and by.entry >= 0:
             return None  # of one sample
+        if by is not None and by.is_known:
+            return MeanOver(_num_selected, (by,), _num_elements)
         if by is not None:
-            return MeanOver(_num_selected, (by,), _num_elements) if by.is_known else _unknown_selection(name)
+            return Problem(name, "what it is taken over is not selected by tensors of the batch alone")
     return Problem(name, "how many values are NaN is not known beforehand") if name == "nanmean" else None
-
-
-def _unknown_selection(name: str) -> Problem:
-    return Problem(name, "what it is taken over is not selected by tensors of the batch alone")
 
 
 def _reduction(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:

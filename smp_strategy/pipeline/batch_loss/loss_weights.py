@@ -41,13 +41,10 @@ class LossWeights:
     """Terms of the losses of one step, and their weights.
 
     Args:
-        microbatches: arguments of the step.
-        sizes: number of samples in each.
         applies: whether terms that this stage runs get their weights; others still know them as terms.
         tells: whether problems are of interest.
 
     Attributes:
-        tells: as given.
         problems: calls whose counts are not known, as sentences.
         is_wrong: whether a count was another one than expected.
     """
@@ -58,8 +55,8 @@ class LossWeights:
         self._applies, self.tells = applies, tells
         self.problems: dict[str, None] = {}
         self.is_wrong = False
-        self._sizes = sizes
-        self._record = BatchRecord(microbatches, sizes)
+        self.sizes = sizes
+        self.record = BatchRecord(microbatches, sizes)  # of the first microbatch
         # By position in the program.
         self._terms: dict[int, tuple[Callable[..., Any], _WeightedTerm]] = {}
 
@@ -70,7 +67,7 @@ class LossWeights:
     def begin(self, position: int, function: Callable[..., Any], term: Term) -> None:
         """Note a term of the first microbatch's program."""
         made = _WeightedMean if isinstance(term, MeanOver) else _WeightedDivisor
-        self._terms[position] = (function, made(self, self._record, self._sizes, term))  # type: ignore[arg-type]
+        self._terms[position] = (function, made(self, term))  # type: ignore[arg-type]
 
     @property
     def has_terms(self) -> bool:
@@ -91,11 +88,6 @@ class LossWeights:
     def note(self, problem: Problem, line: str = "") -> None:
         """Note a call whose count is not known."""
         self.problems[f"`{problem.call}`{line}: {problem.reason}"] = None
-
-    @property
-    def record(self) -> BatchRecord:
-        """Record of the first microbatch."""
-        return self._record
 
 
 @final
@@ -181,8 +173,8 @@ def _placed(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PlacedTensor]:
 class _WeightedMean:
     """A mean over elements of which the batch tells the number."""
 
-    def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: MeanOver) -> None:
-        self._step, self._record, self._sizes, self._term = step, record, sizes, term
+    def __init__(self, step: LossWeights, term: MeanOver) -> None:
+        self._step, self._record, self._sizes, self._term = step, step.record, step.sizes, term
         self._counts: list[float] | None = None
         # What the real call measures, per count; zero: unknown.
         self._per_count = 0.0
@@ -230,8 +222,8 @@ class _WeightedMean:
 class _WeightedDivisor:
     """A number of the whole batch by which a sum or a mean is divided, or multiplied."""
 
-    def __init__(self, step: LossWeights, record: BatchRecord, sizes: Sequence[int], term: Divisor) -> None:
-        self._step, self._record, self._sizes, self._term = step, record, sizes, term
+    def __init__(self, step: LossWeights, term: Divisor) -> None:
+        self._step, self._record, self._sizes, self._term = step, step.record, step.sizes, term
         self._totals: dict[int, Tensor] | None = None
         self._has_failed = False
 

@@ -21,10 +21,8 @@ def change_of_order(
     """What an operation does to the order of the samples along ``dim``; empty: nothing; ``None``: unknown.
 
     Args:
-        name: name of the operation.
-        args, kwargs: its arguments.
-        source: the first of them with samples.
-        dim: their dim.
+        source: the first argument with samples.
+        dim: their dim in it.
         number: position of the result among all results.
     """
     if name == "__getitem__":

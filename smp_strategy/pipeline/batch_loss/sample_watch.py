@@ -6,8 +6,7 @@ are taken to keep samples apart (norms of a batch have a note of their own). Whi
 the samples are in each tensor: :mod:`smp_strategy.pipeline.batch_loss.sample_spread`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -37,27 +36,22 @@ class SampleWatch:
     """Follows the samples of a microbatch through the calls of its program.
 
     Attributes:
+        record: records the program in its context.
         comparison: operation on the way to the loss that computes with several samples at once, as text; empty: there
             is none.
     """
 
     def __init__(self, record: BatchRecord) -> None:
         self.comparison = ""
-        self._record = record
+        self.record = record
         self._spreads: dict[int, Spread] = {}
         self._found: list[_Found] = []
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Context of the program's step."""
-        with self._record:
-            yield
 
     def call(
         self, interpret: Callable[..., Any], position: int, kind: str, name: str, callee: Callee, args: Any, kwargs: Any
     ) -> Any:
         """Let ``interpret`` make a call of the program, and follow the samples; see ``ProgramTerms.call``."""
-        with self._record.set_aside():
+        with self.record.set_aside():
             # Before the call, which may change its arguments in place.
             before = [(each, spread) for each in leaves_of((args, kwargs)) if (spread := self._of(each)) is not None]
             result = interpret(kind, name, callee, args, kwargs)
@@ -96,19 +90,14 @@ class SampleWatch:
     def _of(self, value: Any) -> Spread | None:
         if isinstance(value, PlacedTensor):
             return self._spreads.get(value.value.id)
-        found = self._record.find(value) if isinstance(value, Tensor) else None
+        found = self.record.find(value) if isinstance(value, Tensor) else None
         if found is None or (dim := found.facts.dim) is None:
             return None
-        num = self._record.num_samples
+        num = self.record.num_samples
         return Spread(frozenset({dim}), num=num, order="" if value.shape[dim] == num else None)
 
     def end(self, trace: Trace, losses: Sequence[Any]) -> None:
-        """After the program: find out what has led to its loss.
-
-        Args:
-            trace: of the program.
-            losses: further tensors from which backward begins.
-        """
+        """After the program: find out what has led to its loss, or to other ``losses`` of a backward."""
         leading = {loss.value.id for loss in losses if isinstance(loss, PlacedTensor)}
         leading |= set[int]() if trace.loss is None else {trace.loss}
         for event in reversed(trace.events):

@@ -70,7 +70,6 @@ class Replicas:
     rank: int = 0
     """This rank's number among them."""
     size: int = 1
-    """Number of replicas."""
     group: dist.ProcessGroup | None = None
     """Their process group; ``None`` for a single replica."""
     members: frozenset[int] = frozenset({0})
@@ -248,12 +247,8 @@ class WatchedCollectives:
 
 @final
 class ReplicaCollectives:
-    """Redirects the collectives of steps to the replicas; see [Note: collectives mean replicas].
-
-    Args:
-        replicas: ranks that a step communicates with.
-        current: holder of the running program; ``None``: there is never one.
-        meets: whether to communicate; otherwise results are as if the other ranks gave the same values.
+    """Redirects the collectives of steps to the replicas; see [Note: collectives mean replicas]. Unless they meet,
+    results are as if the other ranks gave the same values.
     """
 
     def __init__(

@@ -84,8 +84,6 @@ class CarriedObjects:
 
         Args:
             call: Makes the call, given callee and arguments.
-            unit: Name of the unit.
-            callee, args, kwargs: The unit and its arguments.
             real: Returns the real tensor of a placed one that is on this stage.
             lend: Called, if this is a dry run, with arguments that it may change.
         """
@@ -125,15 +123,10 @@ class CarriedObjects:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
 
     def note_tensors(self, microbatch: int, name: str, leaves: list[Any], *, but: Collection[int]) -> None:
-        """Note digests of plain tensors in host memory among the arguments of a call: noise of a rank's own generator.
+        """Note digests of plain tensors in host memory among the arguments of a call, except those at the positions
+        ``but``, which it overwrites: noise of a rank's own generator.
 
         On an accelerator, reading them would wait for the device.
-
-        Args:
-            microbatch: Number of the microbatch.
-            name: Name of the unit or operation.
-            leaves: Arguments.
-            but: Positions of those that the call overwrites: `torch.empty` leaves other values on each rank.
         """
         if not looks_closely(self._num_steps):
             return
@@ -192,8 +185,6 @@ class CarriedContents:
     """Contents of the objects among the arguments of one call; see [Note: contents of objects].
 
     Args:
-        unit: Name of the unit that is called.
-        objects: Objects among its arguments.
         real: Returns the real tensor of a placed one that is on this stage.
 
     Attributes:

@@ -16,13 +16,7 @@ _OPERATIONS = -2
 
 @final
 class ProgramDraws:
-    """Seeds of the random calls of one program.
-
-    Args:
-        streams: random streams of the stage.
-        seed: seed of the program.
-        generators: global generators that the program draws from, as all stages do; ``None``: streams of its own.
-    """
+    """Seeds of the random calls of one program, or the global generators that it draws from, as all stages do."""
 
     def __init__(self, streams: Streams, seed: int, generators: GlobalGenerators | None) -> None:
         self._streams = streams

@@ -38,11 +38,8 @@ class GlobalGenerators:
         self._send = send
 
     def follow(self, stages: Collection[int], arguments: Iterable[Any]) -> None:
-        """Copy the states of ``stages``, where a call may have drawn, to all other stages; collective.
-
-        Args:
-            stages: stages that ran the call, with equal states.
-            arguments: arguments of the call; generators among them are included.
+        """Copy the states of ``stages``, which may have drawn alike, to all other stages, with those of generators
+        among the arguments; collective.
         """
         given = [argument for argument in arguments if isinstance(argument, torch.Generator)]
         generators = [*self._of_torch, *given]

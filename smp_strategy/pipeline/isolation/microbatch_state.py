@@ -53,10 +53,8 @@ class MicrobatchState:
     """State of the microbatches of each step. One object lasts for all steps.
 
     Args:
-        glue: modules above the units.
         units: units; their own attributes count only if hooks may set them.
         exposed: returns the modules inside of units whose attributes code above the units reads.
-        known: knowledge about places.
     """
 
     def __init__(
@@ -94,10 +92,8 @@ class MicrobatchState:
         self._seen: dict[Place, Any] = {}
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
-        """Find the places that a step may write to; call it before its microbatches take turns.
-
-        Args:
-            step: the step, whose code may name variables.
+        """Find the places that a ``step``, whose code may name variables, may write to; call it before its microbatches
+        take turns.
         """
         if self._variables is None:
             self._look_around(step)
@@ -284,10 +280,8 @@ class MicrobatchState:
             self._switches.begin()
 
     def of_now(self) -> Callable[[], AbstractContextManager[None]]:
-        """Capture the plain values that the running microbatch finds and has written.
-
-        Returns:
-            A factory of contexts in which code out of turn (recomputation) finds them.
+        """Capture the plain values that the running microbatch finds and has written; returns a factory of contexts in
+        which code out of turn (recomputation) finds them.
         """
         if not self._in_turn:
             return nullcontext

@@ -26,11 +26,8 @@ _METHODS = ("__setattr__", "__delattr__")
 
 @final
 class WatchedWrites:
-    """Watches attributes of all modules until it is closed.
-
-    Args:
-        written: called before the glue of a program sets or deletes an attribute of a module.
-        current: holder of the running program.
+    """Watches attributes of all modules until it is closed: calls ``written`` before the glue of a program sets or
+    deletes one.
     """
 
     def __init__(self, written: Callable[[nn.Module, str], None], current: CurrentProgram) -> None:

@@ -42,13 +42,8 @@ def share_memory(tensor: PlacedTensor, other: Tensor, alias: Alias) -> None:
 def take_change(
     tensor: PlacedTensor, value: Value, spec: TensorSpec, where: SegmentId, here: tuple[int, Tensor] | None
 ) -> None:
-    """Turn ``tensor`` into the result of an in-place operation.
-
-    Args:
-        tensor: placed tensor that was changed.
-        value, spec: value and metadata of the result.
-        where: segment of the operation.
-        here: number of this segment and the real tensor, on the stage that ran the operation.
+    """Turn ``tensor`` into the result of an in-place operation; ``here`` is the number of the segment that ran it, and
+    the real tensor, on its stage.
     """
     if spec.size != tensor.spec.size:
         raise UnsupportedError(
@@ -160,14 +155,8 @@ def _set_requires_grad(tensor: PlacedTensor, spec: TensorSpec) -> None:
 def place_plain(
     tensor: Tensor, interpreter: Interpreter, program_trace: ProgramTrace, graph: LocalGraph, *, computes: bool
 ) -> PlacedTensor:
-    """Turn a plain tensor, which all stages hold and an operation is about to change, into a placed one.
-
-    Args:
-        tensor: plain tensor; becomes the placed tensor itself, since the user refers to it.
-        interpreter: interpreter of the program.
-        program_trace: trace of the program.
-        graph: real tensors of the microbatch on this stage.
-        computes: whether this stage has values; false in a dry run.
+    """Turn a plain tensor, which all stages hold and an operation is about to change, into a placed one: the same
+    object, since the user refers to it.
     """
     spec = TensorSpec.of(tensor)
     # Another object: the tensor itself is about to become something else. With a history it is no view, since views

@@ -22,14 +22,7 @@ __all__ = ["CallArguments", "refuse_hidden", "refuse_transform"]
 
 @final
 class CallArguments:
-    """Prepares the arguments of the calls of one program.
-
-    Args:
-        interpreter: interpreter of the program.
-        program_trace: trace of the program.
-        stage: this rank's stage.
-        exposed: attributes that units set, if the program is a dry run; else ``None``.
-    """
+    """Prepares the arguments of the calls of one program; ``exposed`` attributes are known in a dry run."""
 
     def __init__(
         self, interpreter: Interpreter, program_trace: ProgramTrace, stage: int, exposed: ExposedAttributes | None
@@ -44,10 +37,8 @@ class CallArguments:
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
 
     def open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
-        """Prepare ``leaves`` in place: tensors of ended programs are replaced.
-
-        Returns:
-            The placed tensors among the leaves, and all leaves with metadata instead of tensors.
+        """Prepare ``leaves`` in place: tensors of ended programs are replaced. Returns the placed tensors among them,
+        and all leaves with metadata instead of tensors.
         """
         placed, specs = [], []
         for position, leaf in enumerate(leaves):

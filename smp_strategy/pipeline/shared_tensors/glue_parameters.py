@@ -58,8 +58,6 @@ class GlueUses(GlueOperations):
     Queries of metadata do not count, nor do uses inside of the units.
 
     Args:
-        units: units whose parameters and tables are noted.
-        running_unit: returns the unit whose code is running, if any.
         exposed: attributes that units set; told which of them are used.
         lacking: names of tensors that some ranks do not have, by id; their use raises :class:`NewUseError`.
 

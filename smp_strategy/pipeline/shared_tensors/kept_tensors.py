@@ -77,12 +77,8 @@ class AdoptedTensors:
 def call_with_known(
     function: Callable[..., Any], args: Any, kwargs: Any, make_known: Callable[[Sequence[PlacedTensor]], None]
 ) -> Any:
-    """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
-
-    Args:
-        function: function of the user.
-        args, kwargs: its arguments.
-        make_known: broadcasts the values of the tensors that it gets to every stage.
+    """Call ``function``, outside of steps, with the values of placed tensors, which ``make_known`` broadcasts to every
+    stage; collective over them.
     """
     leaves, structure = flatten_call(args, kwargs)
     kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]

@@ -32,12 +32,8 @@ def is_plain(leaf: Any) -> bool:
 
 
 def must_run_everywhere(call: InterpretedCall, prediction: Prediction, plain: Sequence[int]) -> bool:
-    """Whether every stage should apply the operation, rather than one stage.
-
-    Args:
-        call: the call.
-        prediction: its prediction.
-        plain: positions of the plain tensors that it will change.
+    """Whether every stage, rather than one, should apply the operation, which changes the tensors at the positions
+    ``plain``.
 
     Raises:
         UnsupportedError: a placed tensor shares memory with one of them.

@@ -20,7 +20,6 @@ class TensorMemory:
     is_plain: bool = False
     """Whether the memory belongs to a tensor that exists on every stage."""
     version: int = 0
-    """Number of in-place changes."""
     whole: TensorSpec | None = None
     """Metadata of the tensor to whom the memory belongs, once another shares it."""
     changes: "Sequence[Change]" = ()

@@ -8,7 +8,7 @@ other values.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, final
 
@@ -23,11 +23,11 @@ from smp_strategy.model.trace.pytree import flatten_call, leaves_of, unflatten_c
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.placed_ops import operation_name
+from smp_strategy.pipeline.placed_ops import is_in_place, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.shared_tensors.glue_parameters import GlueOperations
 
-__all__ = ["UnitTensor", "WeightOperations", "changed_by", "has_teacher", "trained_weights_written"]
+__all__ = ["UnitTensor", "WeightOperations", "changed_by", "has_teacher", "one_by_one", "trained_weights_written"]
 
 _DATA: Final[Any] = Tensor.data
 _DETACHED: Final = frozenset({_DATA.__get__, Tensor.detach, torch.detach})
@@ -44,13 +44,10 @@ class UnitTensor(NamedTuple):
 
 
 def has_teacher(units: Iterable[Unit], trained: Collection[int]) -> bool:
-    """Whether a unit that nothing trains has the sizes, and but for names above it the path, of one that is trained.
+    """Whether a unit with no parameter in ``trained`` (ids) has the sizes, and but for names above it the path, of one
+    that is trained.
 
     ``teacher.blocks.3`` may follow ``student.blocks.3``; ``blocks.3`` is frozen beside ``blocks.7``.
-
-    Args:
-        units: Units of the model.
-        trained: Ids of the parameters that an optimizer trains.
     """
     frozen, learning = defaultdict[Any, list[str]](list), defaultdict[Any, list[str]](list)
     for unit in units:
@@ -78,11 +75,16 @@ def changed_by(name: str, args: Any, kwargs: Any) -> Any:
     """Argument that the operation ``name`` changes in place, a tensor or a list of them; ``None``: it changes none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    if not in_place and not augmented:
+    if not is_in_place(name):
         return None
     return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def one_by_one(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """Arguments of a ``_foreach_`` operation for each tensor of its first list: these may be on different stages."""
+    num = len(args[0])
+    for number in range(num):
+        yield [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
 
 
 def trained_weights_written(names: list[str]) -> UnsupportedError:
@@ -99,7 +101,6 @@ class WeightOperations(GlueOperations):
     """Mode that makes events of the glue's operations on weights of units, if these need no gradient.
 
     Args:
-        program: the program of the microbatch.
         tensors: tensors of units that lie on one stage each, by id.
         begin_use: called before a weight is used, with its name and whether it is written to.
     """
@@ -134,10 +135,7 @@ class WeightOperations(GlueOperations):
             return func(*args, **kwargs)
         if not name.startswith("_foreach_"):
             return self._alias(used[0]) if reads else self._event(func, name, args, kwargs)
-        num, results = len(args[0]), []
-        for number in range(num):
-            one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
-            results.append(self._event(func, name, one, kwargs))
+        results = [self._event(func, name, one, kwargs) for one in one_by_one(args)]
         return None if name.endswith("_") else [item for result in results for item in result]
 
     def _event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

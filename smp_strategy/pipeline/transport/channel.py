@@ -120,8 +120,7 @@ class _WholeTensor(Header):
     """Header that contains the tensor.
 
     Args:
-        spec: expected tensor.
-        host: the same on the host.
+        host: ``spec`` on the host.
         copies: copies to its device; ``None``: it is the host.
     """
 

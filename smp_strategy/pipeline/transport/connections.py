@@ -30,10 +30,8 @@ class Connections:
     """Connections from this rank to the other stages.
 
     Args:
-        stage_ranks: Global rank of each stage.
         groups: Process groups of the stages, all with the same ranks in the same order. The first one takes all small
             messages.
-        timeout: Longest wait for a message; ``None``: timeout of the groups' backend.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class Connections:
 
         Args:
             message: It stays alive and unchanged until the handle has been waited for.
-            stage: Stage that receives it.
             tag: Tag, not used by another message to this stage that is under way.
             known_bytes: Bytes of the elements, which both ends know. Strides may follow, as the sender alone knows.
         """

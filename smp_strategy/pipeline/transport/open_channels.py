@@ -42,12 +42,6 @@ def open_channels(
 ) -> list[Channel]:
     """Open a channel between this rank's stage and each. Collective over all ranks.
 
-    Args:
-        stage_ranks: global rank of each stage.
-        group: process group of the stages.
-        chosen: option ``stage_transport``.
-        device: device of this rank.
-
     Raises:
         ConfigError: a path is asked for that is impossible between two ranks.
     """
@@ -131,11 +125,7 @@ class MeasuredPath(NamedTuple):
 
 
 def measure_paths(transport: Transport, device: torch.device) -> list[MeasuredPath]:
-    """Measure the paths from each stage to the next one. Collective over all ranks.
-
-    Returns:
-        The paths of all replicas, the same on all ranks.
-    """
+    """Measure the paths from each stage to the next one, of all replicas. Collective over all ranks."""
     stage = transport.stage_ranks.index(transport.rank)
     payload = torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device=device)
     ready = torch.zeros(1, dtype=torch.uint8, device="cpu")

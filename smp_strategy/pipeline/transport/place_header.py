@@ -29,13 +29,8 @@ def place_header(strides: Sequence[int], *words: int) -> Tensor:
 
 @final
 class PlaceHeader(Header):
-    """Receive buffer of such a header.
-
-    Args:
-        spec: expected tensor.
-        num_words: number of words after the strides.
-        take: finds the tensor by the strides of the original and the words.
-        goes_on: as for any header.
+    """Receive buffer of such a header, with ``num_words`` after the strides of the original; ``take`` finds the tensor
+    by both.
     """
 
     def __init__(

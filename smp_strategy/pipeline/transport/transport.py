@@ -41,7 +41,6 @@ class Receipt:
     Args:
         key: global rank of the sender, and the tag.
         work: the message, unpacked.
-        transport: whose it is.
     """
 
     def __init__(self, key: tuple[int, int], work: Handle[Landed], transport: "Transport") -> None:
@@ -72,14 +71,10 @@ class Transport:
     """Point-to-point messages among the stages of this rank's replica.
 
     Args:
-        stage_ranks: global rank of each stage.
-        group: process group of the replica's stages.
-        timeout: longest wait for a message; ``None``: timeout of the group's backend.
         channels: channel between this stage and each; ``None``: gloo carries all messages.
         more_groups: groups of the same stages for the pieces of large messages.
 
     Attributes:
-        stage_ranks, group, channels: as given.
         rank: global rank of this process.
         listeners: wait for messages that are not there yet.
         seconds_waited: how long this stage has been blocked by messages so far.

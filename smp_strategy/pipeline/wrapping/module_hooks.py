@@ -32,11 +32,7 @@ _KINDS = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 def hide_weight_hooks(unit: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Hide from calls of ``unit`` its hooks that compute weights.
-
-    Returns:
-        The hooks by their keys.
-    """
+    """Hide from calls of ``unit`` its hooks that compute weights; returns them by their keys."""
     hooks = unit._forward_pre_hooks
     hidden: dict[int, Callable[..., Any]] = {key: hook for key, hook in hooks.items() if isinstance(hook, _KINDS)}
     for key in hidden:

@@ -28,7 +28,7 @@ from smp_strategy.pipeline.placed_tensor import Interpreter
 from smp_strategy.pipeline.stage import Stage, WithWeights
 from smp_strategy.pipeline.wrapping.module_hooks import with_backward_hooks
 
-__all__ = ["call_directly", "wrap_unit"]
+__all__ = ["call_directly", "holds", "wrap_unit"]
 
 
 def wrap_unit(
@@ -51,7 +51,7 @@ def call_directly(unit: Callee, args: Any, kwargs: Any, *, stage: Stage, program
         UnsupportedError: its weights are on another stage.
     """
     # Inside another unit: its weights are there if that unit contains this one, and a dry run needs none.
-    if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
+    if program is not None and (program.is_predicting or holds(program.enclosing, unit.module)):
         return unit.function(*args, **kwargs)
     name = str(unit.key)
     if stage.stage_of[name] != stage.number:
@@ -63,5 +63,5 @@ def call_directly(unit: Callee, args: Any, kwargs: Any, *, stage: Stage, program
     return stage.with_weights(name, unit.runs, None)(*args, **kwargs)
 
 
-def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
+def holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
     return outer is not None and any(part is inner for part in outer.modules())

@@ -70,6 +70,6 @@ def test_all_operations_that_draw_into_a_tensor_are_known():
 def test_it_is_foreseen_what_draws(function, arguments, options, expected):
     leaves, structure = flatten_call(tuple(arguments), options)
     before = torch.get_rng_state()
-    foreseen = CrossStageInference().of(function, leaves, structure)
-    assert foreseen.draws == expected
+    foreseen = CrossStageInference(HOST).of(function, leaves, structure)
+    assert foreseen.random == expected
     assert torch.equal(torch.get_rng_state(), before)

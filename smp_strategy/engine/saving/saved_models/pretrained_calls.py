@@ -84,9 +84,6 @@ class PretrainedCalls:
         spread: Returns the partitioned model, or ``None`` while this rank has all of it.
         whole_sizes: Makes a context in which its parameters have the sizes of the whole model.
         together: Makes a context of a call of all ranks, which another rank also makes by :meth:`take_part`.
-
-    Attributes:
-        model: As given.
     """
 
     def __init__(
@@ -260,9 +257,6 @@ class StateDictCalls:
         is_partitioned: whether this rank lacks a part of it.
         collect: returns the full state dict. Collective. Like ``load`` it calls the methods :meth:`aside`.
         load: loads this rank's shard of a full state dict; returns the missing and the unexpected names.
-
-    Attributes:
-        model: as given.
     """
 
     def __init__(

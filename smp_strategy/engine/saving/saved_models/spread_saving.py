@@ -68,12 +68,8 @@ class FileNotes:
 
 @final
 class SpreadModel:
-    """A partitioned module, or a submodule of it, that is to be saved.
-
-    Args:
-        engine: Engine of the module.
-        path: Path of the submodule in the module, or empty.
-        aside: Context in which the module's own ``state_dict`` is called.
+    """A partitioned module, or the submodule at ``path``, that is to be saved; its own ``state_dict`` is called in a
+    context ``aside``.
     """
 
     def __init__(self, engine: Engine, path: str, aside: Callable[[], AbstractContextManager[None]]) -> None:
@@ -128,8 +124,6 @@ def write_together(call: str, model: SpreadModel, target: Path | None, plan: Pla
     """Save ``model`` to ``target`` on all ranks. Collective.
 
     Args:
-        call: Name of the call, for messages.
-        model: Model that is saved.
         target: Folder that this rank names; ``None``: it is not the main process and names none.
         plan: Called on the rank that leads, with an empty folder and the whole state dict: writes the small files to
             the folder and notes the large ones.

@@ -20,7 +20,6 @@ class DeviceChannel(Channel):
     """Channel between accelerators.
 
     Args:
-        name: name of the path.
         least_bytes: size from which a tensor takes it.
         small: channel for small tensors, and for those of the host.
     """

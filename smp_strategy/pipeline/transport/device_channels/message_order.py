@@ -38,12 +38,7 @@ _FOREVER: Final = timedelta(days=1000)
 
 @final
 class OutgoingOrder:
-    """Sender's end of an edge.
-
-    Args:
-        edge: the edge.
-        announce: tells the receiver the number and the size of a message.
-    """
+    """Sender's end of an edge; ``announce`` tells the receiver the number and the size of a message."""
 
     def __init__(self, edge: OrderedEdge, announce: Callable[[int, int], None]) -> None:
         self._edge, self._announce = edge, announce
@@ -104,12 +99,7 @@ class IncomingOrder:
 
 @final
 class AnnouncementWriter:
-    """Sends announcements by gloo.
-
-    Args:
-        group: process group of the stages.
-        peer: receiver's rank in it.
-    """
+    """Sends announcements by gloo, to the rank ``peer`` in the group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group, self._peer = group, peer
@@ -135,13 +125,8 @@ class AnnouncementWriter:
 def read_announcements(
     incoming: IncomingOrder, group: dist.ProcessGroup, peer: int, broken: Callable[[], None]
 ) -> None:
-    """Receive the announcements of an edge until its sender ends.
-
-    Args:
-        incoming: receiver's end of the edge.
-        group: process group of the stages.
-        peer: sender's rank in it.
-        broken: called when the connection or a receive has failed.
+    """Receive the announcements of an edge from rank ``peer`` of the group until it ends; call ``broken`` when the
+    connection or a receive has failed.
     """
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     failed = False

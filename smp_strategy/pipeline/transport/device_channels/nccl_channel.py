@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.distributed.background_call import BackgroundCall
 from smp_strategy.distributed.device_paths.ordered_edge import OrderedEdge
-from smp_strategy.distributed.failure import BackgroundCall
 from smp_strategy.distributed.host_copies import HostCopies, Landed
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -41,13 +41,8 @@ FAREWELL_SECONDS: Final = 5.0
 
 @final
 class NcclChannel(DeviceChannel):
-    """Channel over two edges, one in each direction.
-
-    Args:
-        outgoing, incoming: this rank's ends.
-        copies: copies of this rank's device.
-        small: channel for small tensors, and for those of the host.
-        keeper: keeps the order with the other rank; ``None``: somebody else does.
+    """Channel over two edges, one in each direction; ``keeper`` keeps their order with the other rank, unless somebody
+    else does.
     """
 
     def __init__(

@@ -37,9 +37,7 @@ class StagePlaces(NamedTuple):
     stage_ranks: Sequence[int]
     """Global rank of each stage."""
     group: dist.ProcessGroup
-    """Process group of the stages."""
     device: torch.device
-    """Device of this rank."""
     arena: Arena | None
     """Arena of this rank; ``None``: there is none."""
     arenas: Mapping[int, PeerArena]
@@ -70,13 +68,7 @@ class DevicePath(ABC):
 
 @final
 class SlotPath(DevicePath):
-    """Path through slots, between ranks that share memory of the host.
-
-    Args:
-        option, name: as for any path.
-        places: ranks, and what they share.
-        memory: makes the memory of the slots between two arenas.
-    """
+    """Path through slots, whose memory is made for two arenas, between ranks that share memory of the host."""
 
     def __init__(
         self,
@@ -111,8 +103,6 @@ class NcclPath(DevicePath):
     """Path through NCCL, between neighbours: stages next to each other, and the last and the first.
 
     Args:
-        places: ranks, and what they share.
-        is_available: whether this process has NCCL.
         new_edge: makes this rank's end of the edge between two global ranks, the sender first, in a call of all ranks;
             ``None``: this rank is neither.
     """

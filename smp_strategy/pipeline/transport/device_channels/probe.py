@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.failure import BackgroundCall
+from smp_strategy.distributed.background_call import BackgroundCall
 from smp_strategy.distributed.host_copies import OnHost
 from smp_strategy.distributed.torch_modes import ThreadModes
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -41,8 +41,6 @@ def probe(opened: Mapping[int, DeviceChannel | str], group: dist.ProcessGroup, d
 
     Args:
         opened: channel by the global rank of the other end, or the reason why there is none.
-        group: process group of the stages.
-        device: device of this rank.
 
     Returns:
         Reason by global rank of the other end, the same for both ends; those without a reason can be used.

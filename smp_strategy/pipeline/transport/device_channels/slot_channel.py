@@ -31,14 +31,8 @@ _LOG: Final = logging.getLogger("smp_strategy")
 
 @final
 class SlotChannel(DeviceChannel):
-    """Channel to a stage through slots in both directions.
-
-    Args:
-        memory: memory of the slots.
-        own: arena of this rank, for all stages.
-        theirs: arena of the other stage.
-        copies: copies of this rank's device.
-        small: channel for small tensors, and for those of the host.
+    """Channel to a stage through slots in both directions: in this rank's arena for all stages, and in that of the
+    other stage.
 
     Attributes:
         outgoing: slots of this rank.
@@ -108,12 +102,7 @@ class SlotChannel(DeviceChannel):
 
 @final
 class _Moved(StreamEvent):
-    """Event after a copy to the host, and from there to other memory of the host.
-
-    Args:
-        source: the copy to the host.
-        target: as many bytes.
-    """
+    """Event after a copy to the host, and from there to ``target``, other memory of the host."""
 
     def __init__(self, source: OnHost, target: Tensor) -> None:
         self._source, self._target = source, target

@@ -99,10 +99,8 @@ class SlotPool:
 
 @final
 class LentSlots:
-    """Slots of another rank, and other memory that copies still read. Any thread may call it.
-
-    Args:
-        open_slot: opens the slot whose block begins there and whose memory has that many bytes.
+    """Slots of another rank, opened by the start of their block and their bytes, and other memory that copies still
+    read. Any thread may call it.
     """
 
     def __init__(self, open_slot: Callable[[int, int], MessageSlot]) -> None:

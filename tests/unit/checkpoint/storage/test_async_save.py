@@ -28,7 +28,7 @@ class Slow:
 
 def ended(background):
     """Until the thread has nothing more to do."""
-    background._work.thread.join(20)
+    background._work.call.within(20)
 
 
 def test_the_caller_goes_on_and_what_waits_for_the_checkpoint_comes_after_it():
