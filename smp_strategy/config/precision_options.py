@@ -74,18 +74,18 @@ class PrecisionOptions:
                 "`consecutive_hysteresis=True` has no effect, because one overflow makes the scale shrink. Set "
                 "`delayed_shift`, or leave it out."
             )
-        if isinstance(scale, (int, float)) and self.rules_given:
+        if isinstance(scale, (int, float)) and (rules := self.scaling_asked[1:]):
             found.append(
-                f"{' and '.join(self.rules_given)} contradict `loss_scale={scale}`, which stays as it is. Leave them "
+                f"{' and '.join(rules)} contradict `loss_scale={scale}`, which stays as it is. Leave them "
                 "out, or set `loss_scale=dynamic`."
             )
         return found
 
     @property
-    def rules_given(self) -> list[str]:
-        """Options of the dynamic scale that differ from their defaults."""
+    def scaling_asked(self) -> list[str]:
+        """Options of the scale of the loss that differ from their defaults, ``loss_scale`` first."""
         names = (
-            *("init_scale", "scale_factor", "scale_window"),
+            *("loss_scale", "init_scale", "scale_factor", "scale_window"),
             *("min_scale", "delayed_shift", "consecutive_hysteresis"),
         )
         defaults = {field.name: field.default for field in dataclasses.fields(PrecisionOptions)}

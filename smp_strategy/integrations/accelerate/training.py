@@ -112,8 +112,8 @@ class TrainingHooks(HookBase):
         """Replace the scaler that Accelerate made for its own ``mixed_precision``, if any."""
         if given is not None:
             config = self.smp.config
-            asked = config.loss_scale is not None or config.rules_given
-            self.smp.scaler = self._smp_make_scaler(ScalingRules.of(config) if asked else ScalingRules.like(given))
+            rules = ScalingRules.of(config) if config.scaling_asked else ScalingRules.like(given)
+            self.smp.scaler = self._smp_make_scaler(rules)
 
     def _smp_make_scaler(self, rules: ScalingRules) -> GradScaler:
         return GradScaler(rules, lambda *given: self.smp.engine.unscale(*given), lambda: unwrapped(self._optimizers))

@@ -93,13 +93,8 @@ def _problems_of_precision(mixed_precision: str, device_type: str, config: SMPCo
         ]
     if mixed_precision == "fp16" and device_type == "cpu":
         return ["`mixed_precision=fp16` does nothing on a CPU in Accelerate. Use 'bf16', or `fp16=True` in SMPPlugin."]
-    if (
-        (config.loss_scale is not None or config.rules_given)
-        and mixed_precision != "fp16"
-        and not (config.fp16 or config.fp16_params)
-    ):
-        asked = [] if config.loss_scale is None else [f"`loss_scale={config.loss_scale}`"]
-        asked += config.rules_given
+    asked = config.scaling_asked
+    if asked and mixed_precision != "fp16" and not (config.fp16 or config.fp16_params):
         return [f"{' and '.join(asked)} has no effect: nothing computes in float16. Set `fp16=True`, or leave it out."]
     return []
 

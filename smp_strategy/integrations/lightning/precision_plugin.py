@@ -59,11 +59,10 @@ def make_scaler(
 
 
 def _rules(plugin: Any, config: SMPConfig, given: Any) -> ScalingRules | None:
-    is_asked_for = config.loss_scale is not None or bool(config.rules_given)
     if getattr(plugin, "precision", None) == "16-mixed":
         if given is None or not given.is_enabled():
             return None
-        if is_asked_for:
+        if config.scaling_asked:
             return ScalingRules.of(config)
         return given.rules if isinstance(given, GradScaler) else ScalingRules.like(given)
     if config.fp16 or config.fp16_params:
@@ -77,8 +76,7 @@ def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
     """Errors in the options of loss scaling, given the Trainer's precision."""
     precision, given = getattr(plugin, "precision", None), getattr(plugin, "given_scaler", None)
     found = []
-    asked = [] if config.loss_scale is None else [f"`loss_scale={config.loss_scale}`"]
-    asked += config.rules_given
+    asked = config.scaling_asked
     if asked and getattr(plugin, "scaler", None) is None:
         why = f"`precision={precision!r}` of the Trainer"
         if precision == "16-true":
