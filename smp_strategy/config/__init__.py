@@ -15,6 +15,7 @@ In reading order:
 * ``parsing``: type checks of values, and values from text.
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
+* ``mpi_variables``: ranks that ``mpirun`` gives.
 * ``special_paths``: working directory in which the script was started; devices and FIFOs, which no save replaces.
 
 Nothing here imports torch, because Hydra reads the options while it composes a configuration.
