@@ -38,7 +38,7 @@ PROOFS = {
     "docs/activations.md": [FRAGMENT, FRAGMENT, OUTPUT],
     "docs/checkpoint-tools.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS, FRAGMENT, COMMANDS, COMMANDS],
     "docs/checkpoints.md": [FRAGMENT, FRAGMENT, OUTPUT],
-    "docs/clusters.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS],
+    "docs/clusters.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS, COMMANDS],
     "docs/costs.md": [FRAGMENT, FRAGMENT],
     "docs/data-parallel.md": [FRAGMENT, MODEL],
     "docs/delayed-initialization.md": [MODEL, MODEL],
