@@ -404,7 +404,8 @@ class Seen:
             "it hangs": self.code is None,
             "it ended before the fault": math.isnan(self.seconds),
             f"exit code {self.code}": self.code == 0 or (is_ours and fault.codes and self.code not in fault.codes),
-            "too many lines": len(lines) > MOST_LINES,
+            # Until the package is imported nothing shortens a traceback.
+            "too many lines": len(lines) > MOST_LINES and fault.place != "begin",
             "the first line does not name the cause": not self.names(fault),
             "more than one traceback": sum("Traceback (most" in line and "Original" not in line for line in lines) > 1,
         }

@@ -16,6 +16,7 @@ In reading order:
 * ``recipe``: options as one short word: ``pp4_zbv_mb16``.
 * ``degree_check``: whether degrees fit the number of ranks and of units.
 * ``sizes``: amounts as text: ``16GiB``, ``12.3 ms``.
+* ``mpi_variables``: ranks that ``mpirun`` gives.
 * ``special_paths``: working directory in which the script was started; devices and FIFOs, which no save replaces.
 
 Nothing here imports torch, because Hydra reads the options while it composes a configuration.

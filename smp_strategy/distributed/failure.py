@@ -35,6 +35,7 @@ from smp_strategy.distributed.peer_processes import (
     exit_code_of,
     has_ended,
     how_it_ended,
+    is_exiting,
     process_space,
 )
 from smp_strategy.distributed.torch_private import default_store
@@ -67,6 +68,7 @@ _PATIENCE_SECONDS = 2.0
 _CAUSE_SECONDS: Final = 0.1
 # Timeout for a connection to the process that serves the store.
 _CONNECT_SECONDS: Final = 1.0
+_THIS_MACHINE: Final = ("127.0.0.1", "localhost")
 # Timeout for an answer of the store.
 _ANSWER_SECONDS: Final = 5.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "pair closure", "recvbytes", "sendbytes")
@@ -290,6 +292,9 @@ def _store_in_reach() -> dist.Store | None:
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     if isinstance(inner, dist.TCPStore):
+        # The launcher serves it: it may accept a connection in the middle of its exit, but will not answer.
+        if inner.host in _THIS_MACHINE and is_exiting(os.getppid()):
+            return None
         try:
             socket.create_connection((inner.host, inner.port), timeout=_CONNECT_SECONDS).close()
         except TimeoutError:  # it may be busy

@@ -22,6 +22,7 @@ __all__ = [
     "fields_of",
     "has_ended",
     "how_it_ended",
+    "is_exiting",
     "is_stopped",
     "process_space",
 ]
@@ -34,7 +35,8 @@ _GUESSES: Final[Mapping[int, str]] = {
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
 }
 # Fields after the name of the program.
-STATE, STARTED, _WAIT_STATUS = 0, 19, 49
+STATE, _FLAGS, STARTED, _WAIT_STATUS = 0, 6, 19, 49
+_PF_EXITING: Final = 4
 _UNKNOWN: Final = "unknown"
 
 
@@ -75,6 +77,12 @@ def is_stopped(pid: int) -> bool | None:
     """Whether a process of this machine is stopped; ``None``: it is none, or this system does not say."""
     fields = fields_of(pid)
     return fields[STATE] not in "RSDI" if fields else None
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process of this machine has begun to exit; it closes its files, one after the other, after that."""
+    fields = fields_of(pid)
+    return bool(fields) and int(fields[_FLAGS]) & _PF_EXITING != 0
 
 
 def has_ended(process: PeerProcess) -> bool:

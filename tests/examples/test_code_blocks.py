@@ -38,7 +38,7 @@ PROOFS = {
     "docs/activations.md": [FRAGMENT, FRAGMENT, OUTPUT],
     "docs/checkpoint-tools.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS, FRAGMENT, COMMANDS, COMMANDS],
     "docs/checkpoints.md": [FRAGMENT, FRAGMENT, OUTPUT],
-    "docs/clusters.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS],
+    "docs/clusters.md": [COMMANDS, COMMANDS, COMMANDS, COMMANDS, COMMANDS],
     "docs/costs.md": [FRAGMENT, FRAGMENT],
     "docs/data-parallel.md": [FRAGMENT, MODEL],
     "docs/delayed-initialization.md": [MODEL, MODEL],
@@ -124,7 +124,9 @@ def problem_of(command):
             return f"no {file}"
     script = next((each for each in arguments if each.startswith("examples/")), "")
     if script in ("examples/train.py", "examples/finetune.py"):
-        overrides = [each for each in arguments[arguments.index(script) + 1 :] if each != "-m"]
+        # Launchers of Hydra are packages of their own.
+        given = arguments[arguments.index(script) + 1 :]
+        overrides = [each for each in given if each != "-m" and not re.match(r"hydra[./]launcher", each)]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             for number in range(2 if "-m" in arguments else 1):
                 try:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
+from smp_strategy import ConfigError
 from tests.interpreters import forked_interpreters
 
 TRAINING = """
@@ -43,8 +45,18 @@ def run_forked(*arguments, **options):
         return run(*arguments, **options)
 
 
-def run(folder: Path, body: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str):
-    """Run a script that trains; returns its exit code, its lines, and the seconds that it took."""
+def run(
+    folder: Path,
+    body: str,
+    *arguments: str,
+    before: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    **environment: str,
+):
+    """Run a script that trains; returns its exit code, its lines, and the seconds that it took.
+
+    A launcher is a module of Python or a program ``before`` it.
+    """
     (folder / "toy_training.py").write_text(TRAINING)
     script = folder / "script.py"
     script.write_text(textwrap.dedent(body))
@@ -53,7 +65,7 @@ def run(folder: Path, body: str, *arguments: str, launcher: tuple[str, ...] = ()
     paths = [str(folder), str(here), str(here.parents[1]), *sys.path]
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
+        [*before, sys.executable, *launcher, str(script), *arguments],
         cwd=folder,
         env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
@@ -286,16 +298,40 @@ def test_a_hydra_sweep_runs_each_job_once_on_as_many_ranks_as_it_asks_for(tmp_pa
     assert jobs == {(str(number), "7", str(tmp_path / "sweep" / str(number))) for number in (0, 1)}
 
 
+def start_by_submitit(monkeypatch, *, rank, num_ranks):
+    variables = {"GLOBALID": rank, "LOCALID": rank, "NTASKS": num_ranks, "NODEID": 0, "JOB_ID": 4711}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", str(value))
+
+
 def test_submitit_tasks_are_recognised(monkeypatch):
     from smp_strategy.integrations.lightning import make_strategy
 
-    variables = {"GLOBALID": 1, "LOCALID": 1, "NTASKS": 2, "NODEID": 0, "JOB_ID": 4711}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", str(value))
+    start_by_submitit(monkeypatch, rank=1, num_ranks=2)
     environment = make_strategy("lightning.pytorch")().cluster_environment
     assert environment.creates_processes_externally
     assert (environment.global_rank(), environment.local_rank(), environment.world_size()) == (1, 1, 2)
     assert 15_000 <= environment.main_port < 35_000
+
+
+@pytest.mark.parametrize(("num_ranks", "devices"), [(1, 2), (2, 4)])
+def test_another_number_of_tasks_of_submitit_is_refused_with_its_setting(num_ranks, devices, monkeypatch):
+    start_by_submitit(monkeypatch, rank=0, num_ranks=num_ranks)
+    said = rf"devices={devices}.*hydra.launcher.tasks_per_node\), but that is {num_ranks}. .* start {devices} processes"
+    with pytest.raises(ConfigError, match=said):
+        Trainer(strategy="smp", accelerator="cpu", devices=devices, logger=False)
+
+
+def test_tasks_of_submitit_are_the_devices_of_a_trainer_that_is_told_none(monkeypatch):
+    start_by_submitit(monkeypatch, rank=0, num_ranks=2)
+    assert Trainer(strategy="smp", accelerator="cpu", logger=False).num_devices == 2
+
+
+def test_nodes_that_the_launcher_has_not_started_are_refused(monkeypatch):
+    start_by_submitit(monkeypatch, rank=0, num_ranks=2)
+    trainer = Trainer(strategy="smp", accelerator="cpu", devices=2, num_nodes=2, logger=False)
+    with pytest.raises(ConfigError, match=r"num_nodes=2\)` needs 4 processes, but the launcher has started 2"):
+        trainer.strategy.launcher.launch(pytest.fail)
 
 
 ELASTIC = """

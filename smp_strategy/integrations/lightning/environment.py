@@ -2,8 +2,8 @@
 
 Lightning detects its own launcher, torchrun and SLURM. Three cases are missing:
 
-1. Under torchrun on CPUs ``devices`` is 1 unless the script repeats the number of processes, and Lightning fails with
-   an IndexError; the number is taken from the launcher instead.
+1. On CPUs ``devices`` is 1 unless the script repeats the number of processes that torchrun or mpirun has started, and
+   Lightning fails with an IndexError; the number is taken from the launcher instead.
 2. Submitit's local executor (``hydra/launcher=submitit_local``) starts one process per rank, unnoticed by Lightning.
 3. Several processes may share the only accelerator of a machine.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from smp_strategy.config.mpi_variables import ranks_of_mpi
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.lightning.tree import Tree
 
@@ -28,8 +29,9 @@ __all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
 
 
 def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
-    """The devices of this machine when torchrun (or its like) has started as many processes, else an error."""
-    started = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
+    """The devices of this machine when another launcher has started as many processes, else an error."""
+    told_by, number = _started_here() or ("", len(devices))
+    started = int(number)
     if started == len(devices):
         return devices
     # "auto" and 1 are the same thing on CPUs, and where there is one accelerator.
@@ -37,8 +39,20 @@ def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
         return devices * started
     raise ConfigError(
         f"`Trainer(devices={len(devices)})` must be the number of processes that the launcher started on this machine "
-        f"(LOCAL_WORLD_SIZE), but that is {started}. Pass `devices={started}` or start {len(devices)} processes."
+        f"({told_by}), but that is {started}. Pass `devices={started}` or start {len(devices)} processes."
     )
+
+
+def _started_here() -> tuple[str, str] | None:
+    """The setting that tells the number of processes on this machine, and the number; ``None``: nothing does."""
+    of_mpi = ranks_of_mpi(os.environ)
+    told = {
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
+        "hydra.launcher.tasks_per_node": os.environ.get("SUBMITIT_LOCAL_NTASKS"),
+        # Lightning's launcher may have started other ranks of a single process of mpirun.
+        "`mpirun -n`": of_mpi.get("LOCAL_WORLD_SIZE") if of_mpi.get("WORLD_SIZE") != "1" else None,
+    }
+    return next(((name, number) for name, number in told.items() if number), None)
 
 
 def backend_for(devices: Sequence[torch.device]) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from smp_strategy.config.mpi_variables import ranks_of_mpi
 from smp_strategy.config.special_paths import started_in
 from smp_strategy.engine.lifecycle.crash_report import culprit_of, keep_short
 from smp_strategy.errors import ConfigError
@@ -104,8 +105,6 @@ def _hydra_arguments(job: Any, flags: Iterable[str], local_rank: int) -> list[st
     return arguments
 
 
-# Number of ranks, by Open MPI and by others.
-_OF_MPI: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -153,7 +152,7 @@ def make_launcher(tree: Tree, environment: Any, num_processes: int, num_nodes: i
 
 def refuse_ranks_of_mpi(environ: Mapping[str, str]) -> None:
     """Refuse ``mpirun`` where Lightning does not know of it: every process would start a run of its own."""
-    started = next((environ[name] for name in _OF_MPI if name in environ), "1")
+    started = ranks_of_mpi(environ).get("WORLD_SIZE", "1")
     if started != "1":
         raise ConfigError(
             f"`mpirun` has started {started} processes, but Lightning learns their ranks from `mpi4py` only, which "
@@ -180,6 +179,8 @@ class SMPLauncherHooks(Host):
                 trainer.strategy.refuse_before_start(trainer)
             self._call_children_scripts()
             self._children.watch()
+        else:
+            self._refuse_other_number()
         end_with_launcher()
         self.tree.fabric("utilities.distributed")._set_num_threads_if_needed(num_processes=self.num_processes)
         keep_short()
@@ -192,6 +193,15 @@ class SMPLauncherHooks(Host):
             if culprit is not error:
                 raise culprit from None  # the consequence on this rank would only hide the cause
             raise
+
+    def _refuse_other_number(self) -> None:
+        """Refuse processes of a cluster launcher that are more or fewer than the Trainer's devices."""
+        started, wanted = self.cluster_environment.world_size(), self.num_processes * self.num_nodes
+        if started != wanted:
+            raise ConfigError(
+                f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` needs {wanted} processes, but "
+                f"the launcher has started {started}. Give it the other number, or change the Trainer's."
+            )
 
     def lost(self) -> str:
         """A sentence about a rank that will not begin the run; empty: there is none."""

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.mpi_variables import ranks_of_mpi
 from smp_strategy.config.sagemaker_options import read_sagemaker
 from smp_strategy.engine.lifecycle.crash_report import keep_short
 from smp_strategy.engine.lifecycle.run_lifecycle import (
@@ -179,12 +180,6 @@ def _refuse_unwrapped(run: RunState) -> Callable[[], None]:
 _PARAMETERS, _ALL = "SM_HP_MP_PARAMETERS", "SM_HPS"
 # The toolkit's port.
 _PORT: Final = "7777"
-_OF_MPI: Final = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
 
 
 def given_parameters(environ: Mapping[str, str]) -> Any:
@@ -210,13 +205,18 @@ def _parsed(given: Any) -> Any:
 
 def set_launch_variables(environ: MutableMapping[str, str]) -> None:
     """Set the variables of ``torchrun`` where ``mpirun`` has started the ranks."""
-    if "RANK" in environ or _OF_MPI["RANK"] not in environ:
+    found = ranks_of_mpi(environ)
+    if "RANK" in environ or not found:
         return
-    for name, theirs in _OF_MPI.items():
-        if theirs in environ:
-            environ[name] = environ[theirs]
+    environ.update(found)
     environ.setdefault("LOCAL_WORLD_SIZE", environ.get("SM_NUM_GPUS", "1"))
     hosts = _json_in(environ, "SM_HOSTS", [])
+    if not hosts and "MASTER_ADDR" not in environ and int(environ["WORLD_SIZE"]) > int(environ["LOCAL_WORLD_SIZE"]):
+        raise ConfigError(
+            f"`mpirun` has started {environ['WORLD_SIZE']} processes on several machines "
+            f"({environ['LOCAL_WORLD_SIZE']} on this one), but not said where they meet. Set MASTER_ADDR to the "
+            "address of rank 0 for all of them."
+        )
     environ.setdefault("MASTER_ADDR", hosts[0] if hosts else "127.0.0.1")
     environ.setdefault("MASTER_PORT", _PORT)
 

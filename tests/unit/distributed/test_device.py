@@ -57,6 +57,22 @@ def test_processes_of_a_launcher_share_the_one_accelerator_of_a_machine(monkeypa
         devices_of_launcher(GPUS[:1])
 
 
+OF_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+@pytest.mark.parametrize(("values", "found"), [(("3", "4", "1", "2"), 2), (("0", "1", "0", "1"), 1)])
+def test_processes_of_mpirun_are_the_devices_of_a_trainer_that_is_told_none(values, found, monkeypatch):
+    for name, value in zip(OF_MPI, values, strict=True):
+        monkeypatch.setenv(name, value)
+    host = [torch.device("cpu")]
+    assert devices_of_launcher(host) == host * found
+    if found == 1:  # ranks that Lightning's launcher has started are not mpirun's
+        assert devices_of_launcher(host * 2) == host * 2
+    else:
+        with pytest.raises(ConfigError, match=r"\(`mpirun -n`\), but that is 2. Pass `devices=2` or start 4 processes"):
+            devices_of_launcher(host * 4)
+
+
 def test_a_process_group_that_cannot_carry_what_ranks_send_is_refused_with_what_to_write():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -138,6 +139,26 @@ def test_where_rank_zero_is_gone_it_is_named(tmp_path, monkeypatch, capfd):
     assert told == "Rank 0 is gone: it was killed, or has ended. Rank 1 ends because of that."
     # Each call of a store that is gone prints a screen.
     assert "TCPStore" not in capfd.readouterr().err
+
+
+def beside_an_exiting_launcher():
+    """What a rank is told whose launcher still accepts connections while it exits, and whose exit was asked for."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with (
+        mock.patch("smp_strategy.distributed.failure.is_exiting", return_value=True) as is_exiting,
+        mock.patch("smp_strategy.distributed.failure.socket.create_connection") as connect,
+    ):
+        told = blame(RuntimeError("Connection reset by peer"))
+    return str(told), is_exiting.call_args.args == (os.getppid(),), connect.called
+
+
+def test_the_store_of_a_launcher_in_the_middle_of_its_exit_is_not_asked():
+    ((told, is_parent, is_asked),) = run_ranks(beside_an_exiting_launcher, 1)
+    assert told == "Rank 0 is gone: it was killed, or has ended. Rank 0 ends because of that."
+    assert is_parent
+    assert not is_asked
 
 
 def lost_by(kind):

@@ -9,7 +9,14 @@ import time
 
 import pytest
 
-from smp_strategy.distributed.peer_processes import PeerProcess, exit_code_of, has_ended, how_it_ended, is_stopped
+from smp_strategy.distributed.peer_processes import (
+    PeerProcess,
+    exit_code_of,
+    has_ended,
+    how_it_ended,
+    is_exiting,
+    is_stopped,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +101,13 @@ def test_a_stopped_process_is_seen():
     process.kill()
     process.wait()
     assert is_stopped(process.pid) is None
+
+
+def test_a_process_that_has_begun_to_exit_is_told_from_one_that_runs():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not is_exiting(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_exiting(process.pid)
+    process.communicate()
+    assert not is_exiting(process.pid)

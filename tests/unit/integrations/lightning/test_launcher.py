@@ -68,7 +68,7 @@ def test_a_module_is_run_as_a_module(monkeypatch):
 
 
 def test_ranks_that_mpirun_has_started_unnoticed_are_refused():
-    for alone in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}):
+    for alone in ({}, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}):
         command.refuse_ranks_of_mpi(alone)
     with pytest.raises(ConfigError, match="`mpirun` has started 8 processes"):
-        command.refuse_ranks_of_mpi({"PMI_SIZE": "8"})
+        command.refuse_ranks_of_mpi({"PMI_RANK": "1", "PMI_SIZE": "8"})

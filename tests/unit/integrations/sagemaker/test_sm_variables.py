@@ -34,8 +34,9 @@ def test_hyperparameters_that_are_no_dict_are_refused(text):
 
 
 def test_hosts_that_are_no_json_are_refused():
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     with pytest.raises(ConfigError, match="SM_HOSTS must be JSON"):
-        set_launch_variables({"OMPI_COMM_WORLD_RANK": "0", "SM_HOSTS": "algo-1"})
+        set_launch_variables(mpi | {"SM_HOSTS": "algo-1"})
 
 
 def test_ranks_of_mpirun_become_those_of_torchrun():
@@ -56,6 +57,23 @@ def test_ranks_of_mpirun_become_those_of_torchrun():
         ("MASTER_ADDR", "algo-1"),
         ("MASTER_PORT", "7777"),
     }
+
+
+def test_ranks_of_mpirun_on_one_machine_meet_there():
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    set_launch_variables(environ)
+    found = (environ["RANK"], environ["LOCAL_WORLD_SIZE"], environ["MASTER_ADDR"], environ["MASTER_PORT"])
+    assert found == ("1", "2", "127.0.0.1", "7777")
+
+
+def test_ranks_of_mpirun_on_several_machines_must_be_told_where_they_meet():
+    mpi = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(ConfigError, match=r"4 processes on several machines \(2 on this one\).*Set MASTER_ADDR"):
+        set_launch_variables(dict(mpi))
+    for address in ({"MASTER_ADDR": "node-a"}, {"SM_HOSTS": '["node-a", "node-b"]'}):
+        environ = mpi | address
+        set_launch_variables(environ)
+        assert environ["MASTER_ADDR"] == "node-a"
 
 
 def test_other_launchers_are_left_alone():
