@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.own_parameters import refusal_of_copy
 
 __all__ = ["run_hook"]
 
@@ -24,7 +25,12 @@ def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
     if parts.calls.runtime is None:
         return views.run_ahead(hook, opened, lambda: parts.calls.runtime is not None)
     with opened() as real:
-        return real(hook())
+        try:
+            return real(hook())
+        except RuntimeError as error:
+            if (refusal := refusal_of_copy(error)) is not None:
+                raise refusal from error
+            raise
 
 
 @contextmanager

@@ -230,10 +230,10 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
 
 
-def save_file(state: Any, path: Path) -> None:
-    """Write ``state`` by ``torch.save``; the file appears when it is complete."""
+def save_file(state: Any, path: Path, **options: Any) -> None:
+    """Write ``state`` by ``torch.save`` with its ``options``; the file appears when it is complete."""
     with commit.replacing(path, is_folder=False) as staging:
-        torch.save(state, staging)
+        torch.save(state, staging, **options)
 
 
 def _check_manifest(target: Path) -> None:
