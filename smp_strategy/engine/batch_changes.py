@@ -25,7 +25,7 @@ _MOST_LEVELS: Final = 6
 class _Spot(NamedTuple):
     """Key of an entry of a list or tuple."""
 
-    index: int
+    number: int
     length: int
     """Length of the list: another one in the batch, if it has one entry per sample."""
 
@@ -79,9 +79,10 @@ def apply_changes(batch: Any, changes: Sequence[BatchChanges | None], sizes: Seq
     """
     targets: dict[int, tuple[Any, dict[int, _ContainerChange]]] = {}
     for number, start in enumerate(accumulate(sizes[:-1], initial=0)):
-        of_microbatch = changes[number]
+        if (of_microbatch := changes[number]) is None:
+            continue
         # All of them are looked up before anything moves.
-        for path, change in () if of_microbatch is None else of_microbatch.found.items():
+        for path, change in of_microbatch.found.items():
             if len(sizes) == 1:  # it is the batch itself, and lacks the values of other stages only
                 _set_values(of_microbatch.node_at(path), change.new)
             elif (target := _node_at(batch, path, start)) is not None:
@@ -119,7 +120,7 @@ def _node_at(batch: Any, path: Path, start: int) -> Any:
     node = batch
     for key in path:
         if isinstance(node, (list, tuple)):
-            node = node[key.index if len(node) == key.length else start + key.index]
+            node = node[key.number if len(node) == key.length else start + key.number]
         else:
             node = (node if isinstance(node, Mapping) else vars(node)).get(key)
         if node is None:  # an object that cuts itself gives its parts what it lacks

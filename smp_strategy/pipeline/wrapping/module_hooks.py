@@ -43,7 +43,8 @@ def hide_weight_hooks(unit: nn.Module) -> dict[int, Callable[..., Any]]:
     hooks = unit._forward_pre_hooks
     hidden: dict[int, Callable[..., Any]] = {key: hook for key, hook in hooks.items() if isinstance(hook, _KINDS)}
     for key, hook in hidden.items():
-        hooks[key] = object.__new__(_stand_in_of(type(hook)))
+        kind: Any = type(hook)
+        hooks[key] = object.__new__(_stand_in_of(kind))
         vars(hooks[key]).update(vars(hook))
     return hidden
 
