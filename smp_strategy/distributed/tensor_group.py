@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.agreement.ledger import Ledger, Topic
-from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest
+from smp_strategy.distributed.agreement.same_inputs import NO_INPUTS, InputDigest, looks_closely, rounded
 from smp_strategy.distributed.agreement.topics import CALL_INPUTS, INPUTS
 from smp_strategy.distributed.handle import Handle
 from smp_strategy.errors import SMPError
@@ -43,6 +43,8 @@ __all__ = ["TensorGroup"]
 
 Memory = TypeVar("Memory")
 
+_MOST_COMPARED = 256
+"""Elements of an input that ranks compare."""
 _SPLIT = "parts of layers that are split"
 _KNOWN = "what ranks know of split layers"
 
@@ -72,6 +74,9 @@ class TensorGroup:
         self._position, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
         self._inputs = NO_INPUTS
+        self._num_steps = 0
+        # Inputs of split layers in this step, each as a number.
+        self._entered: list[tuple[str, Tensor]] = []
         self._ledger = Ledger()
 
     def begin(self, what: str, inputs: InputDigest = NO_INPUTS) -> None:
@@ -91,11 +96,33 @@ class TensorGroup:
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
             self._begin_comparison(what, inputs)
         self._position, self._inputs, self._is_agreed = what, inputs, False
+        self._num_steps += 1
+        self._entered.clear()
 
-    def note_inputs(self, inputs: Sequence[tuple[str, int, int]]) -> None:
+    def note_entered(self, name: str, whole: Tensor) -> None:
+        """Note the input of a split layer, which all ranks must have alike, whatever code around it has drawn."""
+        is_noted = self._inputs != NO_INPUTS and looks_closely(self._num_steps) and not self._is_in_hook
+        if not is_noted or self._is_alone or whole.is_meta or isinstance(whole, FakeTensor):
+            return
+        with torch.no_grad():
+            some = whole.detach().reshape(-1)[:: max(whole.numel() // _MOST_COMPARED, 1)].float()
+            # Of one sign, so that rounding counts for little, and other numbers in another order are another sum.
+            places = torch.arange(1, len(some) + 1, device=some.device)
+            self._entered.append((name, ((some.abs() + some.relu()) * places).sum()))
+
+    def note_inputs(self, inputs: Sequence[tuple[str, int, float]]) -> None:
         """Let the next comparison include calls with tensors that all ranks must have alike, and digests of these."""
-        if self._inputs != NO_INPUTS:
-            self._ledger.note(CALL_INPUTS, inputs)
+        entered, self._entered = self._entered, []
+        if self._inputs == NO_INPUTS:
+            return
+        values = torch.stack([value for _, value in entered]).tolist() if entered else []
+        found = [(name, *rounded(value, torch.float32)) for (name, _), value in zip(entered, values, strict=True)]
+        self._ledger.note(CALL_INPUTS, [*found, *inputs])
+
+    def settle(self) -> None:
+        """Compare what the last step has noted, before values leave the ranks. Collective."""
+        if self._group is not None and self.size > 1:
+            self._ledger.settle(_SPLIT)
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:

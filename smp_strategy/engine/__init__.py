@@ -19,8 +19,8 @@ It is the one place that knows every part of the package. In reading order:
   it, and state that its microbatches hand on.
 * ``run_step.py``, ``plan_cache.py``: every step: its microbatches, its job and its schedule; the cache of schedules.
 * ``loss_weighting.py``: in which steps terms of the loss count with their numbers of elements.
-* ``join_results.py``, ``own_samples.py``, ``data_ranks.py``: results of microbatches as those of the batch; a rank's
-  own samples; gathering and reducing over ranks that read such.
+* ``join_results.py``, ``batch_changes.py``, ``own_samples.py``, ``data_ranks.py``: results of microbatches as those of
+  the batch; changes that they make to it; a rank's own samples; gathering and reducing over ranks that read such.
 * ``data_readers.py``: random draws of ranks that read the same samples.
 * ``rank_group.py``: values that ranks exchange outside of steps.
 * ``module_marks.py``: marks of users on modules.

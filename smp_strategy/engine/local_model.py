@@ -282,6 +282,7 @@ class LocalModel:
     def compare_updates(self) -> None:
         """Before values leave the ranks: refuse weights that ranks have updated differently. Collective."""
         self.refuse_broken_update()
+        self.holdings.parts.group.settle()
         self._ledger.settle(_UPDATES)
 
     @contextmanager

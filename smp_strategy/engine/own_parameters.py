@@ -6,6 +6,7 @@ some steps. They would get wrong gradients or none, and no error would tell. So 
 identity.
 """
 
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.ownership import home_of
 
-__all__ = ["OwnParameters"]
+__all__ = ["OwnParameters", "refusal_of_copy"]
 
 
 @final
@@ -42,6 +44,25 @@ class OwnParameters:
             others = [each for each in trained if id(each) not in self._ids and each.requires_grad]
             if others:
                 raise _refusal(optimizer, others, self._module)
+
+
+def refusal_of_copy(error: RuntimeError) -> UnsupportedError | None:
+    """Error in the place of PyTorch's about ``nn.Parameter(weight)`` with a distributed weight; ``None``: another one.
+
+    PyTorch's names the class of the weight, which is of this package.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1].f_code is not nn.Parameter.__new__.__code__:
+        return None
+    home = home_of(frames[-1].f_locals.get("data"))
+    if home is None:
+        return None
+    return UnsupportedError(
+        f"A hook makes a new parameter of `{home.name}` (as `parametrizations.weight_norm` does) after the first step, "
+        "when parameters were distributed over the ranks: gradients of later ones would not be summed up or saved. Do "
+        "so before training begins (in `__init__` or `configure_model`). A parametrization with one tensor "
+        "(`spectral_norm`, one of your own) may come later."
+    )
 
 
 def _refusal(optimizer: Optimizer, others: Sequence[Tensor], module: nn.Module) -> UnsupportedError:

@@ -95,6 +95,7 @@ def begin(
     # The partition is made for training, so the first step is looked at with a microbatch of that.
     was_decided, before = parts.partition is not None, parts.config
     microbatches, sizes = first.cut(num=num if was_decided else None)
+    parts.calls.refuse_new_weight_hooks()
     if parts.local_model is not None:
         parts.local_model.refuse_broken_update()
     with told_of_microbatches(sizes):

@@ -30,6 +30,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.wrapping.module_hooks import (
     hide_backward_hooks,
     hide_weight_hooks,
+    refuse_new_weight_hooks,
     show_backward_hooks,
     show_weight_hooks,
     with_weight_hooks,
@@ -188,6 +189,10 @@ class UnitCalls:
         self._stand_ins.replace(unit.module, forward)
         self._units[unit.name] = unit.module
         hide_backward_hooks(unit.module)
+
+    def refuse_new_weight_hooks(self) -> None:
+        """Before a step: refuse pruning and older norms that were put on units since the units were distributed."""
+        refuse_new_weight_hooks(self._units)
 
     def _compare_in_hook(self, name: str, inputs: Any) -> None:
         """Compare ``inputs`` of a unit that code of a hook calls, which no batch has brought."""

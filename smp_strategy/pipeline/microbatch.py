@@ -91,7 +91,7 @@ def _cut(batch: Any, part: slice, samples: Samples, position: tuple[int, int]) -
             return leaf[part]
         if _holds(leaf, samples.number):
             _refuse_object(path, leaf, samples)
-        return leaf
+        return list(leaf) if type(leaf) is list else leaf  # the step may change its own
 
     return visited(batch, samples.lists, visit)
 

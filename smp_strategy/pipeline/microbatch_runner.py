@@ -258,4 +258,6 @@ class MicrobatchRunner:
 
     def backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> MicrobatchBackward:
         """The backward of a microbatch from ``loss``, weighted by its share of the samples and ``factor``."""
+        if self.stage.note_inputs is not None:
+            self.stage.carried.note_loss(number, loss)
         return MicrobatchBackward(self.programs[number], loss, self.job.weights[number] * factor, self.stage, **options)

@@ -29,9 +29,9 @@ class StepEnd:
         self._results = results
         self._sharing: Callable[[], Any] | None = None
         self._ledger = Ledger(probes=True)
-        inputs = stage.carried.take_inputs()
+        losses, inputs = stage.carried.take_losses(), stage.carried.take_inputs()
         if stage.note_inputs is not None:
-            stage.note_inputs(inputs)
+            stage.note_inputs([*inputs, *losses])
         if stage.transport is not None:
             self._ledger.note(PROGRAM, "\n".join(name for each in programs for name in each.program_trace.path))
             self._ledger.note(UNIT_ARGUMENTS, stage.carried.take()).note(CALL_INPUTS, inputs)

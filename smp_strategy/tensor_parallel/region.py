@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.distributed.tensor_group import TensorGroup
+from smp_strategy.distributed.torch_private import is_in_backward
 from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.autograd_collectives import gather, split, summand
 from smp_strategy.tensor_parallel.layers.base import SplitLayer
@@ -162,6 +163,7 @@ class ColumnParallelLayer(SplitLayer):
         gather_output: Whether the outputs of all ranks are gathered, for code that is the same on all.
         looks_whole: Whether the result is a split tensor, which code uses as if it were whole.
         shares_input: Whether other layers of the region read the same tensor.
+        is_inside: Whether its input is split already.
         randomness: Random numbers of the region, if any are drawn in it.
     """
 
@@ -170,12 +172,15 @@ class ColumnParallelLayer(SplitLayer):
     gather_output: bool
     looks_whole: bool = False
     shares_input: bool
+    is_inside: bool = False
     randomness: RegionRng | None
     _features: int
     """Dim of activations that is split."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of this rank for ``x``, which is whole or split."""
+        if not (isinstance(x, InParts) or self.is_inside or is_in_backward()):
+            self.group.note_entered(f"a call of a split {type(self)._dense.__name__}", x)  # type: ignore[attr-defined]
         if self.randomness is not None and self.training:
             self.randomness.enter(x.part if isinstance(x, InParts) else x, self)
         y = self._product(x)

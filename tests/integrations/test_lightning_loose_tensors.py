@@ -1,8 +1,10 @@
 """Tensors that an optimizer trains and no module has: never trained in silence."""
 
+import pytest
 import torch
 from lightning_toy import error_of, on_ranks, toy_loader, toy_module, toy_trainer
 from torch import nn
+from torch.nn.utils import parametrizations
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
@@ -43,3 +45,34 @@ def test_a_tensor_of_no_module_is_refused_before_training(tmp_path):
 def test_a_block_that_comes_later_is_refused_by_name(tmp_path):
     for error in on_ranks(with_a_block_of_later, 2, tmp_path, PP2):
         assert "`more.weight` and 1 more, which the module did not have in its first step" in error
+
+
+def with_a_norm_of_later(folder, smp, norm, takes_off):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            takes_off(self.net[2]) if takes_off else norm(self.net[2])
+
+    module = toy_module(on_train_batch_start=on_train_batch_start)
+    if takes_off:
+        norm(module.net[2])
+    return error_of(lambda: toy_trainer(folder, smp=smp, max_epochs=1).fit(module, toy_loader()))
+
+
+TP2 = {"tensor_parallel_degree": 2, "tensor_parallel": {"net.2": "column", "net.4": "row"}}
+OF_WEIGHT = {
+    "new parameters": (PP2, parametrizations.weight_norm, None, "makes a new parameter of `net.2.weight`"),
+    "an older norm": (PP2, nn.utils.spectral_norm, None, "SpectralNorm was put on `net.2` after the first step"),
+    "an older norm that goes": (
+        *(PP2, nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+        "SpectralNorm was to be removed from a Linear after the first step",
+    ),
+    "a split layer": (TP2, parametrizations.spectral_norm, None, "`weight` of a Linear cannot be replaced"),
+    "one tensor": (PP2, parametrizations.spectral_norm, None, "nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_WEIGHT)
+def test_a_norm_of_a_weight_that_comes_or_goes_later_is_adopted_or_refused_by_name(kind, tmp_path):
+    smp, norm, takes_off, said = OF_WEIGHT[kind]
+    for error in on_ranks(with_a_norm_of_later, 2, tmp_path, smp, norm, takes_off):
+        assert said in error

@@ -1,5 +1,7 @@
 """State dicts, files of single ranks, and checkpoints of scripts with SageMaker's functions."""
 
+import os
+
 import pytest
 import torch
 from smp_checks import LAYOUTS, adamw, assert_same, batches, begin, mine, net, on_ranks, plain, train_step
@@ -153,6 +155,11 @@ def test_a_model_that_was_made_whole_trains_on(layout):
 def files(folder, parameters):
     smp.init(parameters)
     smp.save({"rank": smp.rank()}, folder / "some", v3=smp.rdp_size() > 1)
+    fifo = folder / f"fifo of {smp.rank()}"
+    os.mkfifo(fifo)
+    with pytest.raises(CheckpointError, match="is not replaced: it is a FIFO"):
+        smp.save({}, fifo, partial=False)
+    fifo.unlink()
     smp.barrier()
     assert smp.load(folder / "some", v3=smp.rdp_size() > 1)["rank"] == smp.rank()
     with pytest.raises(CheckpointError, match="There is no file .*other_.*read under the degrees"):

@@ -267,7 +267,13 @@ def merge(staging: Path, target: Path, *, stale: Collection[str] = ()) -> None:
         staging: On the file system of ``target``; it is gone afterwards.
         target: Existing folder.
         stale: Names of files and folders in ``target`` that become out of date; they are deleted first.
+
+    Raises:
+        CheckpointError: a file would replace a device, a FIFO, a socket, or a folder of others.
     """
+    files = (str(each.relative_to(staging)) for each in staging.rglob("*") if not each.is_dir())
+    for name in (*files, *stale):
+        check_replaceable(target / name)
     (staging / _STALE).write_text(json.dumps(sorted(stale)))
     sync(staging)
     merging = _mine(target / target.name, "merging")

@@ -131,8 +131,10 @@ def foreign_entries(folder: Path) -> list[str]:
                 foreign += [f"{name}/{inner}" for inner in foreign_entries(each)]
             else:
                 foreign.append(name)
-        elif name not in listed and not re.fullmatch(_PARTS[kind], name) and not (is_ours and name == MANIFEST):
-            foreign.append(name)
+        else:
+            is_listed = name in listed or (is_ours and name == MANIFEST)
+            if special_file(each) or not (is_listed or re.fullmatch(_PARTS[kind], name)):
+                foreign.append(name)
     return foreign
 
 

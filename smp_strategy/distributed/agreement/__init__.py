@@ -16,7 +16,7 @@ settings             all                     first meeting; begin of a run; firs
 meta tensors, model  all                     a module is attached
 split layers         tensor-parallel group   before layers are split
 inputs               replica                 a step begins, before the first message of an earlier stage
-inputs of calls      stages of a replica     with the program; split layers: as the next step begins
+inputs of calls      stages of a replica     with the program; split layers: the next step, a save, the end
 program              stages of a replica     a step or hook ends; in the background
 arguments of units   stages of a replica     with the program
 update               all                     in the background; Lightning: with the signal flag of the next step

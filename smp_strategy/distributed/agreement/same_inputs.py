@@ -10,6 +10,7 @@ anything, and so does every stage that would have received from either of them. 
 others would have waited for its activations anyway.
 """
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,16 @@ from smp_strategy.distributed.torch_private import plain_functions
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["NO_INPUTS", "InputDigest", "compare_with_earlier", "digest_of", "looks_closely", "refused"]
+__all__ = [
+    "NO_INPUTS",
+    "InputDigest",
+    "are_alike",
+    "compare_with_earlier",
+    "digest_of",
+    "looks_closely",
+    "refused",
+    "rounded",
+]
 
 _MOST_ELEMENTS: Final = 16384
 """Elements of a tensor that are compared."""
@@ -91,6 +101,22 @@ def digest_of(
         elif isinstance(leaf, (bool, int, float)) or (texts and isinstance(leaf, (str, bytes))):
             values = zlib.crc32(repr(leaf).encode(), values)
     return InputDigest(shapes, values)
+
+
+def rounded(value: float, dtype: torch.dtype) -> tuple[int, float]:
+    """Digest of a number that was computed in ``dtype``: minus the digits that count, and the number with these.
+
+    Ranks with other processors may round otherwise.
+    """
+    digits = 2 if torch.finfo(dtype).bits < 32 else 4
+    return -digits, float(f"{value:.{digits}g}")
+
+
+def are_alike(kind: int, one: float, other: float) -> bool:
+    """Whether two digests with the same first number are those of the same values."""
+    if kind >= 0:
+        return one == other
+    return math.isclose(one, other, rel_tol=10.0 ** (1 + kind), abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def _leaves(value: Any, levels: int) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from typing import Final
 
 from smp_strategy.distributed.agreement.common_settings import Settings, differences, explained
 from smp_strategy.distributed.agreement.ledger import Topic
-from smp_strategy.distributed.agreement.same_inputs import refused
+from smp_strategy.distributed.agreement.same_inputs import are_alike, refused
 from smp_strategy.distributed.door_words import door_words
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 
@@ -91,19 +91,19 @@ def _different_inputs(values: Mapping[int, tuple[str, int, int]]) -> SMPError:
     return refused(doing, (first, rank), has_other_shapes=shapes != mine[0])
 
 
-def _different_call_inputs(values: Mapping[int, Sequence[tuple[str, int, int]]]) -> SMPError | None:
+def _different_call_inputs(values: Mapping[int, Sequence[tuple[str, int, float]]]) -> SMPError | None:
     """The error for a call whose tensors have other values on some rank.
 
     A tensor may be plain on one rank and on another stage for the next one. That rank has no digest of it, or one of
     fewer tensors, which is no difference.
     """
-    found: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
+    found: dict[tuple[str, tuple[int, ...]], tuple[int, list[float]]] = {}
     for rank, calls in values.items():
         for name in dict.fromkeys(name for name, *_ in calls):
-            digests = [digest for other, *digest in calls if other == name]
+            digests = [(shapes, number) for other, shapes, number in calls if other == name]
             shapes, numbers = tuple(shapes for shapes, _ in digests), [number for _, number in digests]
             first, expected = found.setdefault((name, shapes), (rank, numbers))
-            if numbers != expected:
+            if numbers != expected and not all(map(are_alike, shapes, numbers, expected)):
                 return refused(name, (first, rank), has_other_shapes=False)
     return None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.engine.engine_parts import EngineParts
+from smp_strategy.engine.own_parameters import refusal_of_copy
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
 
@@ -27,7 +28,12 @@ def run_hook(parts: EngineParts, hook: Callable[[], Any]) -> Any:
     if parts.calls.runtime is None:
         return views.run_ahead(hook, opened, lambda: parts.calls.runtime is not None)
     with opened() as real:
-        return real(hook())
+        try:
+            return real(hook())
+        except RuntimeError as error:
+            if (refusal := refusal_of_copy(error)) is not None:
+                raise refusal from error
+            raise
 
 
 def refuse_history(result: Any, call: str) -> None:

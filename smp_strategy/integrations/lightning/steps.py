@@ -5,14 +5,15 @@ return value, and merges the user's outputs. No parallel logic: inside the funct
 ranks, so nothing here reads a value.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from smp_strategy.engine.batch_changes import apply_changes, changes_since, contents_of_batch
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.join_results import given, merge, refuse_not_joined
 from smp_strategy.engine.step_results import loss_that_commits
@@ -21,80 +22,7 @@ from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metric_values import NotedForwards, settle
 from smp_strategy.integrations.lightning.metrics import share_value
 
-__all__ = [
-    "BatchChanges",
-    "Context",
-    "accumulation_window",
-    "apply_changes",
-    "changes_of",
-    "contents_of",
-    "is_looked_at",
-    "run_eval_step",
-    "run_manual_step",
-    "run_training_step",
-]
-
-
-# --- changes of the batch --------------------------------------------------------------------------------------------
-# Changes that a step makes to its batch, for hooks that get the batch afterwards.
-#
-# Lightning passes the batch of the step on to hooks like `on_train_batch_end`. They see items that the step has set,
-# replaced or removed. Here the step gets microbatches. Their changes are results of the step, and are merged into the
-# batch as other results are. This happens only if a hook outside of Lightning may look at the batch.
-
-
-class BatchChanges(NamedTuple):
-    """Changes of one microbatch, by key, index or attribute."""
-
-    new: dict[Any, Any]
-    gone: frozenset[Any]
-
-
-def is_looked_at(module: Any, hook: str) -> bool:
-    """Whether ``hook`` of the module or of a callback that is not Lightning's may look at the batch."""
-    kinds = [type(module), *map(type, module.trainer.callbacks)]
-    hooks = [getattr(kind, hook, None) for kind in kinds]
-    names = [getattr(each, "__module__", "") for each in hooks if each is not None]
-    return any(name.partition(".")[0] not in ("lightning", "pytorch_lightning") for name in names)
-
-
-def contents_of(batch: Any) -> dict[Any, Any]:
-    """Values of a container or an object, by key, index or attribute; others have none."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, list):
-        return dict(enumerate(batch))
-    return {} if isinstance(batch, Tensor) else dict(getattr(batch, "__dict__", {}))
-
-
-def changes_of(batch: Any, before: Mapping[Any, Any]) -> BatchChanges | None:
-    """How ``batch`` differs from its contents ``before``; ``None``: not at all."""
-    after = contents_of(batch)
-    new = {key: value for key, value in after.items() if key not in before or value is not before[key]}
-    gone = frozenset(before.keys() - after.keys())
-    return BatchChanges(new, gone) if new or gone else None
-
-
-def apply_changes(batch: Any, changes: Sequence[BatchChanges | None], sizes: Sequence[int]) -> None:
-    """Change ``batch`` as its microbatches have been changed; ``sizes`` count their samples."""
-    found = [(each, size) for each, size in zip(changes, sizes, strict=True) if each is not None]
-    if not found:
-        return
-    new = merge([each.new for each, _ in found], [size for _, size in found])
-    gone = frozenset[Any]().union(*(each.gone for each, _ in found)) - new.keys()
-    if isinstance(batch, list):
-        # Its indices have no gaps: what has gone was at the end, what is more than before as well.
-        end = min(gone, default=max([len(batch), *(index + 1 for index in new)]))
-        batch[:] = [new[index] if index in new else batch[index] for index in range(end)]
-        return
-    target = batch if isinstance(batch, MutableMapping) else vars(batch)
-    target.update(new)
-    for key in gone:
-        target.pop(key, None)
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-
+__all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
 
 # Hook that gets the batch of a step when it is over.
 _AFTER: Final = {
@@ -184,17 +112,24 @@ def _microbatch_step(
     module: Any, name: str, recorder: LogRecorder, rest: Sequence[Any], context: Context
 ) -> Callable[[Any], Any]:
     step, rest = getattr(module, name), [given(value) for value in rest]
-    looks = is_looked_at(module, _AFTER[name])
+    looks = _is_looked_at(module, _AFTER[name])
 
     def run(microbatch: Any) -> Any:
         forwards = NotedForwards()
-        before = contents_of(microbatch) if looks else None
+        before = contents_of_batch(microbatch) if looks else None
         with recorder.notes() as notes, forwards.open(), context():
             output = step(microbatch, *rest)
-        changes = None if before is None else changes_of(microbatch, before)
+        changes = None if before is None else changes_since(before)
         return output, notes, forwards, changes
 
     return run
+
+
+def _is_looked_at(module: Any, hook: str) -> bool:
+    """Whether ``hook`` of the module or of a callback may look at the batch: it is not Lightning's own."""
+    hooks = [getattr(each, hook, None) for each in (module, *module.trainer.callbacks)]
+    names = [getattr(each, "__module__", "") for each in hooks if each is not None]
+    return any(name.partition(".")[0] not in ("lightning", "pytorch_lightning") for name in names)
 
 
 def _process_wide(context: Context) -> AbstractContextManager[Any]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.engine.rank_group import RankGroup
+from smp_strategy.engine.saving.saved_models.state_folders import save_file
 from smp_strategy.errors import CheckpointError, ConfigError
 from smp_strategy.integrations.sagemaker.run_state import current_run
 
@@ -330,12 +331,8 @@ def save(
         v3: whether replicas have files of their own (``f_1_0_0``); always so if state is sharded over them.
     """
     path = _path(f, v3=v3) if partial else Path(f)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Replicas write the same file.
-    writing = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     options = {} if pickle_module is None else {"pickle_module": pickle_module}
-    torch.save(obj, writing, pickle_protocol=pickle_protocol, **options)
-    writing.replace(path)
+    save_file(obj, path, pickle_protocol=pickle_protocol, **options)
 
 
 def load(

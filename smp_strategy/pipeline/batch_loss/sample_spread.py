@@ -91,10 +91,11 @@ _ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys(("std", "var", "std_mean", "var_mean", "cummax", "cumprod", "logcumsumexp"), (1, None)),
     **dict.fromkeys(("norm", "linalg_norm", "vector_norm", "linalg_vector_norm", "quantile"), (2, None)),
     **dict.fromkeys(("sort", "argsort"), (1, -1)),
-    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    **dict.fromkeys(("topk", "kthvalue", "diff"), (2, -1)),
     **{"normalize": (2, 1), "cosine_similarity": (2, 1), "gumbel_softmax": (4, -1)},
 }
 _OF_ALL = frozenset({"pdist", "corrcoef", "cov", "matrix_norm", "linalg_matrix_norm", "svd", "linalg_svd"})
+_OF_ALL |= {"svdvals", "linalg_svdvals"}
 
 
 def spread_of(

@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely
+from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely, rounded
 from smp_strategy.distributed.agreement.topics import CARRIED_REASON
 from smp_strategy.model.trace.fake_call import is_left_behind
 from smp_strategy.model.trace.object_contents import (
@@ -56,8 +56,10 @@ class _UnitArguments:
     """Calls since then."""
     tensors: dict[int, Tensor] = field(default_factory=dict)
     """Plain tensors, by identity; kept alive for the same reason."""
-    inputs: list[tuple[str, int, int]] = field(default_factory=list)
+    inputs: list[tuple[str, int, float]] = field(default_factory=list)
     """Calls that got new ones of these, and digests of them."""
+    losses: list[tuple[str, int, float]] = field(default_factory=list)
+    """Values of losses."""
 
 
 @final
@@ -142,12 +144,22 @@ class CarriedObjects:
         if new:
             self._given[microbatch].inputs.append((f"a call of `{name}`", *digest_of(new, most=_MOST_COMPARED)))
 
-    def take_inputs(self) -> list[tuple[str, int, int]]:
+    def note_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Note the value of a loss, in which numbers and places that a rank has drawn show as well."""
+        real = loss.origin[1] if isinstance(loss, PlacedTensor) and loss.origin is not None else loss
+        if looks_closely(self._num_steps) and type(real) is Tensor:  # it is elsewhere, or in parts
+            self._given[microbatch].losses.append(("the computation of the loss", *rounded(real.item(), real.dtype)))
+
+    def take_losses(self) -> list[tuple[str, int, float]]:
+        """Values of losses in the order of microbatches, to be called before :meth:`take_inputs`."""
+        return [each for _, given in sorted(self._given.items()) for each in given.losses]
+
+    def take_inputs(self) -> list[tuple[str, int, float]]:
         """Calls with plain tensors, and digests of these, in the order of microbatches; they are forgotten here."""
         self._num_steps += 1
         inputs = [each for _, given in sorted(self._given.items()) for each in given.inputs]
         for given in self._given.values():
-            given.tensors, given.inputs = {}, []
+            given.tensors, given.inputs, given.losses = {}, [], []
         return inputs
 
     def take(self) -> dict[int, list[str]]:

@@ -92,6 +92,16 @@ class SplitLayer(nn.Module):
         self.__class__ = type(self)._dense  # type: ignore[attr-defined]
         return self
 
+    def __delattr__(self, name: str) -> None:
+        # What a parametrization does that is put on the layer, whose values would be taken for whole ones.
+        if name in vars(self).get("cuts", ()):
+            raise UnsupportedError(
+                f"`{name}` of a {type(self)._dense.__name__} cannot be replaced: `tensor_parallel_degree` has "  # type: ignore[attr-defined]
+                f"divided it among {self.group.size} ranks. Put parametrizations on before the first step, which keeps "
+                'the layer whole, or keep it so: `tensor_parallel={"<layer>": "replicate"}`.'
+            )
+        super().__delattr__(name)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # A part must not be mistaken for the whole. In hooks the parameter is whole by the time its size is read.
         for name, cut in self.cuts.items():

@@ -278,13 +278,8 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 class ColumnParallelConv(ColumnParallelLayer):
-    """A convolution (``nn.Conv1d``, ``Conv2d`` or ``Conv3d``) with some of the output channels.
+    """A convolution (``nn.Conv1d``, ``Conv2d`` or ``Conv3d``) with some of the output channels."""
 
-    Attributes:
-        is_inside: Whether its input is split already.
-    """
-
-    is_inside: bool
     groups: int
     in_channels: int
 

@@ -229,11 +229,20 @@ def around_class_means(net, batch):
     return (z - means[batch["labels"]]).square().mean()
 
 
+def differences_of_neighbours(net, batch):
+    return torch.diff(net(batch["x"]), dim=0).square().mean()
+
+
+def nuclear_norm(net, batch):
+    return torch.linalg.svdvals(net(batch["x"])).sum()
+
+
 COMPARING = [
     *(clip, clip_of_transformers, siglip, simclr, simclr_by_cosine, simclr_by_parts, with_detached_keys),
     *(negatives_from_the_batch, barlow_twins, vicreg, prototypes, prototypes_of_blocks, triplets),
     *(supervised_contrast, dice_of_the_batch, root_of_a_mean, normalized_by_the_batch),
     *(with_its_neighbour, shifted_negatives, shuffled_negatives, triplets_by_label, ranked_pairs),
+    *(differences_of_neighbours, nuclear_norm),
     *(smooth_over_samples, one_half_with_the_other, joint_and_marginal, around_class_means),
 ]
 
@@ -393,7 +402,10 @@ def critic(net, batch):
 def rolled_in_time(net, batch):
     h = net(batch["texts"])
     return (
-        (h - h.roll(1, 1)).square().mean() + (h * h.flip((1, 2))).mean() + (h - torch.roll(h, -1, dims=-1)).abs().mean()
+        (h - h.roll(1, 1)).square().mean()
+        + h.diff(dim=1).abs().mean()
+        + (h * h.flip((1, 2))).mean()
+        + (h - torch.roll(h, -1, dims=-1)).abs().mean()
     )
 
 

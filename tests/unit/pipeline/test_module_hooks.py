@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from smp_strategy.pipeline.wrapping.module_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.wrapping.module_hooks import (
+    hide_weight_hooks,
+    refuse_new_weight_hooks,
+    show_weight_hooks,
+    with_weight_hooks,
+)
 
 
 def layer() -> nn.Linear:
@@ -22,7 +28,6 @@ def test_they_are_hidden_and_run_before_the_forward():
     with torch.no_grad():
         expected.weight_orig.neg_()
         module.weight_orig.neg_()
-    assert len(module._forward_pre_hooks) == 1
     assert torch.equal(forward(x + 1), expected(x))
     assert not torch.equal(module(x), layer()(x))
 
@@ -50,3 +55,32 @@ def test_other_hooks_stay(hooks):
     assert dict(module._forward_pre_hooks) == before
     show_weight_hooks(module, hidden)
     assert dict(module._forward_pre_hooks) == before
+
+
+PUT_ON = {
+    "WeightNorm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "SpectralNorm": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    "RandomUnstructured": (
+        lambda module: prune.random_unstructured(module, "weight", 0.5),
+        lambda module: prune.remove(module, "weight"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", PUT_ON)
+def test_they_neither_come_nor_go_while_units_are_distributed(kind):
+    put_on, take_off = PUT_ON[kind]
+    old, new = put_on(nn.Linear(4, 4)), nn.Linear(4, 4)
+    units = {"old": old, "new": new}
+    hidden = {name: hide_weight_hooks(unit) for name, unit in units.items()}
+    refuse_new_weight_hooks(units)
+    with pytest.raises(UnsupportedError, match=f"{kind} was to be removed from a Linear after the first step"):
+        take_off(old)
+    put_on(new)
+    with pytest.raises(UnsupportedError, match=f"{kind} was put on `new` after the first step"):
+        refuse_new_weight_hooks(units)
+    for name, unit in units.items():
+        show_weight_hooks(unit, hidden[name])
+        take_off(unit)
+        assert not unit._forward_pre_hooks

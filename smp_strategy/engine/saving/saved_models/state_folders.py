@@ -27,6 +27,7 @@ from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
 from smp_strategy.checkpoint.storage.verify import previous
+from smp_strategy.config.special_paths import special_file
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError, ConfigError
 
@@ -122,10 +123,12 @@ def begin(target: Path) -> Path:
     there is deleted.
 
     Raises:
-        ConfigError: ``target`` is a file.
+        ConfigError: ``target``, or what is to hold it, is a file, a device, a FIFO or a socket.
     """
-    if target.is_file():
-        raise ConfigError(f"{target} is a file, but a folder is to be written. Name another one.")
+    for each in (target, *target.parents):
+        if each.exists() and not each.is_dir():
+            kind = special_file(each) or "a file"
+            raise ConfigError(f"{each} is {kind}, but a folder is to be written. Name another one.")
     commit.recover(target)
     _check_manifest(target)
     if target.exists() and not _can_be_replaced(target):
@@ -230,10 +233,10 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
 
 
-def save_file(state: Any, path: Path) -> None:
-    """Write ``state`` by ``torch.save``; the file appears when it is complete."""
+def save_file(state: Any, path: Path, **options: Any) -> None:
+    """Write ``state`` by ``torch.save`` with its ``options``; the file appears when it is complete."""
     with commit.replacing(path, is_folder=False) as staging:
-        torch.save(state, staging)
+        torch.save(state, staging, **options)
 
 
 def _check_manifest(target: Path) -> None:

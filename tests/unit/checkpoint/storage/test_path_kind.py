@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smp_strategy.checkpoint.storage.atomic_commit import begin, commit, link, replacing
+from smp_strategy.checkpoint.storage.atomic_commit import begin, commit, link, merge, replacing
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.path_kind import (
     CheckpointKind,
@@ -172,3 +172,20 @@ def test_devices_fifos_and_links_to_them_are_not_replaced(tmp_path):
             pass
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
     assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("stale", [(), ("optimizer.bin",)])
+def test_devices_and_fifos_in_a_folder_stay_where_files_are_moved_in(tmp_path, stale):
+    target, staging = folder(tmp_path / "out", "notes.txt"), folder(tmp_path / "new", "model.safetensors")
+    os.mkfifo(target / (stale or ("model.safetensors",))[0])
+    before = sorted(os.listdir(target))
+    with pytest.raises(CheckpointError, match="is not replaced: it is a FIFO"):
+        merge(staging, target, stale=stale)
+    assert sorted(os.listdir(target)) == before
+
+
+def test_a_fifo_among_files_of_a_checkpoint_does_not_go_with_them(tmp_path):
+    target = folder(tmp_path / "out", "model.safetensors", "random_states_0.pkl")
+    assert foreign_entries(target) == []
+    os.mkfifo(target / "optimizer.bin")
+    assert foreign_entries(target) == ["optimizer.bin"]

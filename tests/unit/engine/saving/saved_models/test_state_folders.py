@@ -133,5 +133,8 @@ def test_files_are_moved_into_a_folder_that_exists(tmp_path):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "state").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        folders.begin(tmp_path / "state")
+    os.mkfifo(tmp_path / "fifo")
+    for name, kind in (("state", "a file"), ("fifo", "a FIFO")):
+        for target in (tmp_path / name, tmp_path / name / "below"):
+            with pytest.raises(ConfigError, match=f"{name} is {kind}, but a folder is to be written"):
+                folders.begin(target)
