@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "a wrong stage in the router",
         "pipeline/routing.py",
-        "newest = max(pulling, key=_number)",
-        "newest = min(pulling, key=_number)",
+        "newest = max(value.id for value in pulling)",
+        "newest = min(value.id for value in pulling)",
         ("tests/unit/pipeline/test_routing.py", "tests/parity/test_sequence_models.py"),
     ),
     Mutation(
@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "a hang without a watch",
         "distributed/deadlock.py",
-        "    while not stop.wait(PAUSE_SECONDS):\n",
-        "    while False and not stop.wait(PAUSE_SECONDS):\n",
+        "    alive.look()\n",
+        "    alive.close\n",
         ("tests/ranks/test_watch.py", "tests/ranks/test_waiting.py"),
     ),
     Mutation(

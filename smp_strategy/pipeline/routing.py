@@ -113,7 +113,8 @@ class Router:
             return event.home
         # A value that every stage holds attracts the operation nowhere, unless there are no others.
         pulling = [value for value in event.inputs if value.id not in self._everywhere] or event.inputs
-        return (self._home[max(value.id for value in pulling)],)
+        newest = max(value.id for value in pulling)
+        return (self._home[newest],)
 
     def _moves(self, values: Iterable[Value], stages: Iterable[int]) -> tuple[Move, ...]:
         unique = dict.fromkeys(values)
