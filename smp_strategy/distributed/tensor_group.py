@@ -110,14 +110,17 @@ class TensorGroup:
             places = torch.arange(1, len(some) + 1, device=some.device)
             self._entered.append((name, ((some.abs() + some.relu()) * places).sum()))
 
-    def note_inputs(self, inputs: Sequence[tuple[str, int, float]]) -> None:
-        """Let the next comparison include calls with tensors that all ranks must have alike, and digests of these."""
+    def note_inputs(
+        self, inputs: Sequence[tuple[str, int, float]], losses: Sequence[tuple[str, int, float]] = ()
+    ) -> None:
+        """Let the next comparison include calls with tensors that all ranks must have alike, digests of these, and
+        losses. The first difference is told: what goes into the model before what follows from it."""
         entered, self._entered = self._entered, []
         if self._inputs == NO_INPUTS:
             return
         values = torch.stack([value for _, value in entered]).tolist() if entered else []
         found = [(name, *rounded(value, torch.float32)) for (name, _), value in zip(entered, values, strict=True)]
-        self._ledger.note(CALL_INPUTS, [*found, *inputs])
+        self._ledger.note(CALL_INPUTS, [*inputs, *found, *losses])
 
     def settle(self) -> None:
         """Compare what the last step has noted, before values leave the ranks. Collective."""

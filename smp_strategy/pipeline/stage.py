@@ -64,7 +64,7 @@ class Stage:
     """Returns whether a condition holds on all tensor-parallel ranks of this stage; collective over them."""
     carried: CarriedObjects = field(default_factory=CarriedObjects)
     """Arguments of units, which stages compare if objects come to units again."""
-    note_inputs: Callable[[list[tuple[str, int, float]]], None] | None = None
+    note_inputs: Callable[[list[tuple[str, int, float]], list[tuple[str, int, float]]], None] | None = None
     """Lets tensor-parallel ranks of this stage compare plain tensors that units get, and losses; ``None``: there are no
     others."""
     latest: Latest = field(default_factory=Latest)

@@ -31,7 +31,7 @@ class StepEnd:
         self._ledger = Ledger(probes=True)
         losses, inputs = stage.carried.take_losses(), stage.carried.take_inputs()
         if stage.note_inputs is not None:
-            stage.note_inputs([*inputs, *losses])
+            stage.note_inputs(inputs, losses)
         if stage.transport is not None:
             self._ledger.note(PROGRAM, "\n".join(name for each in programs for name in each.program_trace.path))
             self._ledger.note(UNIT_ARGUMENTS, stage.carried.take()).note(CALL_INPUTS, inputs)
