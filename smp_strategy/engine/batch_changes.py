@@ -49,7 +49,8 @@ class BatchChanges(NamedTuple):
     found: dict[Path, _ContainerChange]
     """By the paths of what has changed."""
     node_at: Callable[[Path], Any]
-    """Returns what has changed."""
+    """Returns the container or object at a path. It is a function, since values of results are made real: a container
+    among them would be copied."""
 
 
 def contents_of_batch(microbatch: Any) -> BatchContents:

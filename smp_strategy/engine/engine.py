@@ -56,7 +56,7 @@ from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
-__all__ = ["BatchSource", "Engine", "ProcessMesh"]  # with types of its attributes, for annotations
+__all__ = ["Engine", "ProcessMesh"]  # with the type of an attribute, for annotations
 
 LossOf = Callable[[Any], Tensor | None]
 

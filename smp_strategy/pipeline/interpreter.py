@@ -247,7 +247,7 @@ class MicrobatchInterpreter:
         # Attributes and contents of objects, which go in with a call, are those of this stage. Later microbatches find
         # what earlier ones have left: only the stage that computes with it has the newest value.
         if self._compares_inputs and not self.microbatch and STATE not in kwargs and CONTENTS not in kwargs:
-            self._carried.note_tensors(self.microbatch, name, leaves, but=prediction.changed)
+            self._carried.note_tensors(name, leaves, but=prediction.changed)
         # [2] Record and route. Nothing may be sent before: the trace refuses microbatches with too many moves.
         event, placement = self.program_trace.call(kind, name, tuple([each.value for each in placed]), prediction)
         if self._rehearsal is not None:

@@ -29,7 +29,7 @@ class StepEnd:
         self._results = results
         self._sharing: Callable[[], Any] | None = None
         self._ledger = Ledger(probes=True)
-        losses, inputs = stage.carried.take_losses(), stage.carried.take_inputs()
+        inputs, losses = stage.carried.take_inputs()
         if stage.note_inputs is not None:
             stage.note_inputs(inputs, losses)
         if stage.transport is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "smp_strategy"
-# What the doors (`integrations`) may know: the engine, and what has no tensors in it. The contract "the engine is the
-# only front of the doors" (pyproject.toml) says the same; here names of the package for its users are told apart.
+# Packages that doors (`integrations`) may import: the engine, and those without tensors. The contract "the engine is
+# the only front of the doors" (pyproject.toml) says the same; here names of the package for its users are told apart.
 FRONT = {"engine", "config", "errors", "integrations", "reports"}
 # They replace attributes of single objects, and start threads. They know nothing of this package and are in no layer.
 NO_LAYER = {"smp_strategy.model.patching", "smp_strategy.distributed.background_call"}

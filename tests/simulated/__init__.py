@@ -45,7 +45,7 @@ NAME = "simulated"
 
 def build() -> Path:
     """Compile the extension, unless it is there; the test is skipped where there is no compiler."""
-    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import include_paths, library_paths
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -59,11 +59,11 @@ def build() -> Path:
     # Workers of pytest want it at the same time.
     with FileLock(f"{found}.lock"):
         if not found.exists():
-            folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+            folders = [*include_paths(), sysconfig.get_path("include")]
             flags = ["-std=c++20", "-O1", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", *(f"-I{each}" for each in folders)]
             # One translation unit: PyTorch's headers are most of the work.
             files = ["-include", SOURCES / "accelerator.cpp", SOURCES / "collectives.cpp"]
-            libraries = [argument for each in cpp_extension.library_paths() for argument in ("-L", each)]
+            libraries = [f"-L{each}" for each in library_paths()]
             needed = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
             made = found.with_suffix(".tmp")
             subprocess.run([compiler, *flags, "-shared", *files, *libraries, *needed, "-o", made], check=True)

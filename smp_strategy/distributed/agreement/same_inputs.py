@@ -104,9 +104,8 @@ def digest_of(
 
 
 def rounded(value: float, dtype: torch.dtype) -> tuple[int, float]:
-    """Digest of a number that was computed in ``dtype``: minus the digits that count, and the number with these.
-
-    Ranks with other processors may round otherwise.
+    """Digest of a number that was computed in ``dtype``: how many digits count, as a negative number, unlike digests of
+    shapes; and the number with these digits. Ranks with other processors may round otherwise.
     """
     digits = 2 if torch.finfo(dtype).bits < 32 else 4
     return -digits, float(f"{value:.{digits}g}")

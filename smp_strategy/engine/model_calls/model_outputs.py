@@ -169,7 +169,7 @@ class InputGradients(NamedTuple):
     """Factor of the loss in these gradients."""
 
     def at(self, gradient: Tensor) -> list[Tensor]:
-        """Those if the loss has ``gradient``."""
+        """Gradients of the inputs for a ``gradient`` of the loss."""
         scale = gradient / gradient.new_tensor(self.factor)
         return [each * scale for each in self.gradients]
 

@@ -32,8 +32,9 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.keywords import OptionKeywords
 from smp_strategy.config.option_signature import with_option_docs, with_option_signature
 from smp_strategy.config.parsing import as_timeout
+from smp_strategy.engine.data_readers import BatchSource
 from smp_strategy.engine.degrees import check_degrees
-from smp_strategy.engine.engine import BatchSource, Engine
+from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import engine_left, leave_spread, restore_left
 from smp_strategy.engine.lifecycle.run_lifecycle import fail_run, leave_at_exit
 from smp_strategy.engine.pretrained import deferring

@@ -54,12 +54,6 @@ class _UnitArguments:
     """Whether a unit has got one of them again."""
     calls: list[str] = field(default_factory=list)
     """Calls since then."""
-    tensors: dict[int, Tensor] = field(default_factory=dict)
-    """Plain tensors, by identity; kept alive for the same reason."""
-    inputs: list[tuple[str, int, float]] = field(default_factory=list)
-    """Calls that got new ones of these, and digests of them."""
-    losses: list[tuple[str, int, float]] = field(default_factory=list)
-    """Values of losses."""
 
 
 @final
@@ -69,6 +63,11 @@ class CarriedObjects:
     def __init__(self) -> None:
         self._given = defaultdict[int, _UnitArguments](_UnitArguments)
         self._num_steps = 1
+        # Plain tensors, by identity: they are kept alive, so that no other gets the same one.
+        self._tensors: dict[int, Tensor] = {}
+        # Calls that got new ones of these, and digests of them.
+        self._inputs: list[tuple[str, int, float]] = []
+        self._losses = defaultdict[int, list[tuple[str, int, float]]](list)
         # Units and classes of objects without tensors that they leave as they are (settings, say).
         self._inert: set[object] = set()
 
@@ -124,7 +123,7 @@ class CarriedObjects:
         if given.is_carried:
             given.calls.append(f"{unit.key}: {' '.join(map(_about, leaves))}")
 
-    def note_tensors(self, microbatch: int, name: str, leaves: list[Any], *, but: Collection[int]) -> None:
+    def note_tensors(self, name: str, leaves: list[Any], *, but: Collection[int]) -> None:
         """Note digests of plain tensors in host memory among the arguments of a call, except those at the positions
         ``but``, which it overwrites: noise of a rank's own generator.
 
@@ -137,30 +136,28 @@ class CarriedObjects:
             is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, (PlacedTensor, nn.Parameter))
             if not is_plain or position in but or leaf.device.type != "cpu":
                 continue
-            known = self._given[microbatch].tensors
-            if id(leaf) not in known:
-                known[id(leaf)] = leaf
+            if id(leaf) not in self._tensors:
+                self._tensors[id(leaf)] = leaf
                 new.append(leaf)
         if new:
-            self._given[microbatch].inputs.append((f"a call of `{name}`", *digest_of(new, most=_MOST_COMPARED)))
+            self._inputs.append((f"a call of `{name}`", *digest_of(new, most=_MOST_COMPARED)))
 
     def note_loss(self, microbatch: int, loss: Tensor) -> None:
         """Note the value of a loss, in which numbers and places that a rank has drawn show as well."""
         real = loss.origin[1] if isinstance(loss, PlacedTensor) and loss.origin is not None else loss
         if looks_closely(self._num_steps) and type(real) is Tensor:  # it is elsewhere, or in parts
-            self._given[microbatch].losses.append(("the computation of the loss", *rounded(real.item(), real.dtype)))
+            self._losses[microbatch].append(("the computation of the loss", *rounded(real.item(), real.dtype)))
 
-    def take_losses(self) -> list[tuple[str, int, float]]:
-        """Values of losses in the order of microbatches, to be called before :meth:`take_inputs`."""
-        return [each for _, given in sorted(self._given.items()) for each in given.losses]
-
-    def take_inputs(self) -> list[tuple[str, int, float]]:
-        """Calls with plain tensors, and digests of these, in the order of microbatches; they are forgotten here."""
+    def take_inputs(self) -> tuple[list[tuple[str, int, float]], list[tuple[str, int, float]]]:
+        """Calls with plain tensors, and losses in the order of microbatches, with digests; they are forgotten here."""
         self._num_steps += 1
-        inputs = [each for _, given in sorted(self._given.items()) for each in given.inputs]
-        for given in self._given.values():
-            given.tensors, given.inputs, given.losses = {}, [], []
-        return inputs
+        found = self._inputs, [each for _, losses in sorted(self._losses.items()) for each in losses]
+        self._forget_inputs()
+        return found
+
+    def _forget_inputs(self) -> None:
+        self._tensors, self._inputs = {}, []
+        self._losses.clear()
 
     def take(self) -> dict[int, list[str]]:
         """Calls to be compared, by microbatch; they are forgotten here."""
@@ -179,6 +176,7 @@ class CarriedObjects:
             raise
         finally:
             self._given.clear()
+            self._forget_inputs()
 
 
 def _about(leaf: Any) -> str:

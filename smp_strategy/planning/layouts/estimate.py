@@ -113,6 +113,16 @@ class LayoutCosts:
     """Bytes of an element in which units compute."""
 
     @cached_property
+    def trace(self) -> Trace:
+        """Trace of the microbatch; working memory is beside the gathered units of shards."""
+        return with_turns(self.microbatch.trace, self.program.turns)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """Working memory of a call, at most."""
+        return max((event.kept.working_bytes for event in self.trace.events), default=0)
+
+    @cached_property
     def held(self) -> tuple[HeldBytes, HeldBytes]:
         """Bytes of a rank that had all units, and those that every stage holds."""
         everywhere = self.program.everywhere
@@ -194,9 +204,7 @@ def rough(costs: LayoutCosts, layout: JobLayout, cluster: Cluster, memory_limit:
     message = 0.0 if stages == 1 else _stage_link(layout, cluster).seconds(totals.cut_bytes)
     # Messages fill and drain the pipeline like passes, and a link has no time for more than one of them.
     step = (microbatches - 1) * max(busiest, message) + stages * busiest + 2 * (stages - 1) * message
-    events = with_turns(costs.microbatch.trace, costs.program.turns).events
-    stage = StageLoad(0.0, held, saved, working_bytes=max((event.kept.working_bytes for event in events), default=0))
-    memory = stage.fullest
+    memory = StageLoad(0.0, held, saved, working_bytes=costs.working_bytes).fullest
     timed = (step, microbatches * busiest, memory, held.states)
     return _estimate(costs, layout, cluster, memory_limit, timed, costs.elements // stages)
 
@@ -236,8 +244,7 @@ def _program_on(costs: LayoutCosts, layout: JobLayout, cluster: Cluster) -> Plan
         if nbytes:
             seconds, mine = 2 * cluster.ring(nbytes, layout.tp, per_node=layout.tp), work[position]
             work[position] = mine._replace(forward=mine.forward + seconds, input_gradient=mine.input_gradient + seconds)
-    trace = with_turns(microbatch.trace, costs.program.turns)
-    return replace(costs.program, trace=trace, work=work, link=link, relief=relief)
+    return replace(costs.program, trace=costs.trace, work=work, link=link, relief=relief)
 
 
 def _estimate(

@@ -93,7 +93,7 @@ class SplitLayer(nn.Module):
         return self
 
     def __delattr__(self, name: str) -> None:
-        # What a parametrization does that is put on the layer, whose values would be taken for whole ones.
+        # A parametrization deletes the weight that it replaces. It would take this part for the whole weight.
         if name in vars(self).get("cuts", ()):
             raise UnsupportedError(
                 f"`{name}` of a {type(self)._dense.__name__} cannot be replaced: `tensor_parallel_degree` has "  # type: ignore[attr-defined]

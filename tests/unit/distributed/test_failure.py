@@ -142,7 +142,8 @@ def test_where_rank_zero_is_gone_it_is_named(tmp_path, monkeypatch, capfd):
 
 
 def beside_an_exiting_launcher():
-    """What a rank is told whose launcher still accepts connections while it exits, and whose exit was asked for."""
+    """A rank loses its connection while its launcher exits, but still accepts connections: returns the error, and
+    whether the rank has looked at its parent and connected."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

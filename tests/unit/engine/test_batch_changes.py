@@ -58,6 +58,13 @@ def test_lists_change_as_their_parts(change, left, num):
     assert changed({"x": X, "views": [1.5, 2.5]}, lambda batch: change(batch["views"]), num)["views"] == left
 
 
+def test_whole_numbers_are_counts_which_add_up():
+    def step(batch):
+        batch["counts"].insert(0, "x")
+
+    assert changed({"x": X, "counts": [1, 2, 3]}, step)["counts"] == ["x", 2, 4, 6]
+
+
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_keys_of_a_batch_are_set_popped_and_replaced(num):
     def step(batch):

@@ -49,18 +49,28 @@ def test_each_unit_and_microbatch_has_objects_of_its_own():
 def test_plain_tensors_of_calls_are_compared_once_unless_they_are_overwritten():
     carried, mask, hidden = CarriedObjects(), torch.ones(4), torch.empty(2)
     for unit in ("h.0", "h.1"):
-        carried.note_tensors(1, unit, [mask, hidden, 3], but=(1,))
-    carried.note_tensors(0, "add", [hidden.clone().fill_(2.0)], but=())
-    (first, *_), (second, *values) = carried.take_inputs()
-    assert [first, second] == ["a call of `add`", "a call of `h.0`"]
+        carried.note_tensors(unit, [mask, hidden, 3], but=(1,))
+    carried.note_tensors("add", [hidden.clone().fill_(2.0)], but=())
+    ((first, *values), (second, *_)), losses = carried.take_inputs()
+    assert [first, second] == ["a call of `h.0`", "a call of `add`"]
     assert values == list(digest_of([mask]))
-    assert carried.take_inputs() == []
+    assert not losses
+    assert carried.take_inputs() == ([], [])
+
+
+def test_losses_are_in_the_order_of_microbatches_and_rounded():
+    carried = CarriedObjects()
+    carried.note_loss(1, torch.tensor(1.23456))
+    carried.note_loss(0, torch.tensor(0.98765, dtype=torch.bfloat16))
+    _, losses = carried.take_inputs()
+    assert losses == [("the computation of the loss", -2, 0.99), ("the computation of the loss", -4, 1.235)]
 
 
 def test_the_first_steps_and_some_later_ones_are_compared():
     carried, compared = CarriedObjects(), []
     for number in range(1, 129):
-        carried.note_tensors(0, "h.0", [torch.ones(2)], but=())
-        if carried.take_inputs():
+        carried.note_tensors("h.0", [torch.ones(2)], but=())
+        inputs, _ = carried.take_inputs()
+        if inputs:
             compared.append(number)
     assert compared == [*range(1, 9), 64, 128]
