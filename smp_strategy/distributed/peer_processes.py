@@ -31,6 +31,8 @@ _GUESSES: Final[Mapping[int, str]] = {
     signal.SIGKILL: f", as the system does when memory runs out (see `dmesg`). {MORE}202",
     signal.SIGBUS: ", as the system does when a file is made shorter while it is read, or `/dev/shm` is full. "
     f"{MORE}509",
+    signal.SIGABRT: ", as gloo does when the ranks of a group make different calls, such as a layer that only some of "
+    f"them compute (see what it printed). {MORE}501",
     signal.SIGUSR1: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
     signal.SIGUSR2: ", which ends a process that does not handle it: let the scheduler send SIGTERM, which saves",
 }

@@ -24,6 +24,11 @@ from smp_strategy.distributed.peer_processes import (
     [
         (3, "its process (7) ended with exit code 3."),
         (-signal.SIGSEGV, "its process (7) was killed by SIGSEGV (signal 11)."),
+        (
+            -signal.SIGABRT,
+            "its process (7) was killed by SIGABRT (signal 6), as gloo does when the ranks of a group make different "
+            "calls, such as a layer that only some of them compute (see what it printed). More: docs/failures.md, 501",
+        ),
         (-signal.SIGKILL, "its process (7) was killed by SIGKILL (signal 9), as the system does when memory runs out"),
         (
             -signal.SIGBUS,
