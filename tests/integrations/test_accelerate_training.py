@@ -194,3 +194,20 @@ def test_the_loop_of_scripts(layout):
 
 def of_all_windows(smp):
     return {name: of_the_issue(smp, plugin) for name, plugin in WINDOWS.items()}
+
+
+def predicted_peaks(smp, window):
+    accelerator = fresh_accelerator(smp, gradient_accumulation_steps=window)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerated_loop(accelerator, model, optimizer, batches(1))
+    stages = accelerator.smp.engine.partition.stages
+    return [stage.memory_bytes for stage in stages], [stage.held.gradient for stage in stages]
+
+
+def test_a_step_that_adds_to_no_gradients_is_predicted_to_make_them_on_the_way():
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 1}
+    (alone, gradients), _ = on_ranks(predicted_peaks, 2, smp, 1)
+    (adding, _), _ = on_ranks(predicted_peaks, 2, smp, 2)
+    for less, more, gradient in zip(alone, adding, gradients, strict=True):
+        assert more - gradient < less < more

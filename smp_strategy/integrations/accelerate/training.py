@@ -157,6 +157,7 @@ class TrainingHooks(HookBase):
         engine = self.smp.begin_engine(config, left)
         note_settings(settings_of_accelerator(self), engine.ledger)
         engine.attach(model)
+        engine.begins_empty = self.gradient_accumulation_steps == 1
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
         engine.settings = lambda: {
