@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Final, overload
 
 from smp_strategy.checkpoint.storage import remote_commit
-from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.path_kind import check_folder, check_replaceable
 from smp_strategy.checkpoint.storage.process_marks import MARK, is_known_alive, mark
 from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
@@ -104,12 +104,16 @@ def begin(target: AnyPath, *, is_folder: bool, check: Check = check_replaceable)
         target: Path to be written.
         is_folder: Whether it is a folder.
         check: Raises an error if the existing ``target`` must not be replaced.
+
+    Raises:
+        ConfigError: ``target`` is below a file, a device, a FIFO or a socket.
     """
     if isinstance(target, RemotePath):
         assert is_folder, "files at addresses are written by plugins"
         return remote_commit.begin(target, check)
     recover(target)
     check(target)
+    check_folder(target.parent)
     _make_folder(target.parent)
     staging = _mine(target, "saving")
     if is_folder:
