@@ -77,6 +77,7 @@ _STALE: Final = ".stale"
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
 _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+_CONTESTED: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
 _ATTEMPTS: Final = 5
 
 Check = Callable[[AnyPath], None]
@@ -152,8 +153,9 @@ def commit(staging: AnyPath, target: AnyPath, *, check: Check = check_replaceabl
             _put(staging, target)
             break
         except OSError as error:
-            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR) or attempt == _ATTEMPTS:
+            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again. Or before
+            # [3] another process, which saves here as well, has moved it aside.
+            if error.errno not in _CONTESTED or attempt == _ATTEMPTS:
                 raise
     _sync_one(target.parent)
     _forget_replaced(target)
