@@ -1,9 +1,10 @@
 """Activation options: which units recompute, which offload."""
 
 import dataclasses
+import re
 
 from smp_strategy.config.foreign_words import meant_value
-from smp_strategy.config.parsing import as_text, at_least_one
+from smp_strategy.config.parsing import as_text, at_least_one, empty_item
 from smp_strategy.config.sizes import as_bytes
 
 __all__ = ["ActivationOptions", "group_size"]
@@ -85,7 +86,9 @@ _WORDS = ("none", "all", "auto")
 
 def _problems_of_words(given: str | tuple[str, ...]) -> list[str]:
     """Error texts for words in `activation_checkpointing` that would be taken for patterns of modules."""
-    patterns = given.split(",") if isinstance(given, str) else given
+    patterns = given.removesuffix(",").split(",") if isinstance(given, str) else given
+    if given and not all(pattern.strip() for pattern in patterns):
+        return [empty_item("activation_checkpointing", given)]
     found = []
     for pattern in patterns:
         word = pattern.strip().lower()
@@ -111,7 +114,7 @@ def group_size(strategy: str) -> int | None:
     if strategy == "each":
         return 1
     number = strategy.removeprefix("group_")
-    return int(number) if number != strategy and number.isdecimal() else 0
+    return int(number) if number != strategy and re.fullmatch(r"\d{1,9}", number) else 0
 
 
 def _is_given(config: object, name: str) -> bool:

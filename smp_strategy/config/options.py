@@ -160,13 +160,18 @@ class PartitionOptions:
             found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")
         speeds = self.stage_speeds
         if speeds is not None and not all(0 < speed < float("inf") for speed in speeds):
-            found.append(f"`stage_speeds` must be above 0, but are {list(speeds)}.")
+            found.append(f"`stage_speeds` must be above 0 and finite, but are {list(speeds)}.")
         if self.default_partition is not None and self.default_partition < 0:
             found.append(f"`default_partition` must be at least 0, but is {self.default_partition}.")
-        if self.partition_file == "" or "://" in (self.partition_file or ""):
+        if self.partition_file is not None and (not self.partition_file.strip() or "://" in self.partition_file):
             found.append(
                 f"`partition_file` must be the path of a file on this machine, but is {self.partition_file!r}."
             )
+        found += [
+            f"`{name}` must have one entry for each stage, but has none. Give them, or leave it out."
+            for name in ("memory_limit", "stage_speeds")
+            if getattr(self, name) == ()
+        ]
         for limit in _each(self.memory_limit):
             try:
                 if as_bytes(limit) < 1:
@@ -373,7 +378,7 @@ class TensorParallelOptions:
 
     def _problems(self) -> list[str]:
         found = at_least_one(self, "tensor_parallel_degree")
-        if "" in (self.tensor_parallel or {}):
+        if not all(name.strip() for name in self.tensor_parallel or {}):
             found.append("`tensor_parallel` has an empty name. Name modules by patterns: `blocks.*.up`.")
         if self.tensor_parallel_degree == 1:
             given = [name for name in ("tensor_parallel", "tensor_parallel_strict") if getattr(self, name)]

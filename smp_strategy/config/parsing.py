@@ -4,6 +4,7 @@ The supported types are those of the options in :mod:`smp_strategy.config.config
 ``None``, ``Literal`` for a choice of words, tuples of any length, and mappings.
 """
 
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -12,7 +13,18 @@ from typing import Any, Literal
 from smp_strategy.config.foreign_words import meant_value
 from smp_strategy.errors import ConfigError
 
-__all__ = ["as_dict", "as_text", "as_timeout", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
+__all__ = [
+    "as_dict",
+    "as_text",
+    "as_timeout",
+    "as_tuple",
+    "at_least_one",
+    "empty_item",
+    "fits",
+    "one_of",
+    "parse",
+    "wrong_types",
+]
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
@@ -20,12 +32,32 @@ def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
     found = []
     for name, hint in hints.items():
         value = getattr(options, name)
-        if not fits(value, hint):
+        items = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple) and any(isinstance(item, str) and not item.strip() for item in value):
+            found.append(empty_item(name, value))
+        elif any(isinstance(item, int) and abs(item) > sys.float_info.max for item in items):
+            found.append(f"`{name}` must be below 1e308, but has a number of more than 300 digits. Give a smaller one.")
+        elif not fits(value, hint):
             shown = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
             meant = meant_value(name, value, _words_of(hint))
-            written = f" Write `{meant}`." if meant else ""
+            written = f" Write `{meant}`." if meant else _as_written(value, hint)
             found.append(f"`{name}` must be {shown}, but is {value!r} ({type(value).__name__}).{written}")
     return found
+
+
+def empty_item(name: str, value: object) -> str:
+    """Error text for an empty item in the list ``value``."""
+    return f"`{name}` has an empty item: {value!r}. Leave it out, or write what belongs there."
+
+
+def _as_written(value: object, hint: Any) -> str:
+    """Sentence with the value that the text ``value`` means; empty if there is none."""
+    if not isinstance(value, str):
+        return ""
+    if (meant := parse(value, hint)) != value and fits(meant, hint):
+        return f" Write `{list(meant) if isinstance(meant, tuple) else meant}`."
+    is_mapping = any(typing.get_origin(choice) is Mapping for choice in typing.get_args(hint))
+    return " Write each name once, and one value for it: `blocks.*.up=column,blocks.*.down=row`." if is_mapping else ""
 
 
 def _words_of(hint: Any) -> tuple[str, ...]:
@@ -84,10 +116,11 @@ def parse(text: str, hint: Any) -> Any:
     is_list = lists and (str not in choices or "," in text)
     if is_list:
         item_hint, _ = typing.get_args(lists[0])
-        return tuple(parse(item.strip(), item_hint) for item in text.split(",") if item.strip())
+        return tuple(parse(item.strip(), item_hint) for item in _items(text))
     if any(typing.get_origin(choice) is Mapping for choice in choices):
-        pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
-        return {pair[0].strip(): pair[1].strip() for pair in pairs} if all(len(p) == 2 for p in pairs) else text
+        pairs = [tuple(each.strip() for each in item.split("=", 1)) for item in _items(text)]
+        found = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+        return found if len(found) == len(pairs) else text  # a name without a value, or a name that stands twice
     if bool in choices:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     for kind in (int, float):
@@ -97,6 +130,12 @@ def parse(text: str, hint: Any) -> Any:
             except ValueError:
                 continue
     return text
+
+
+def _items(text: str) -> list[str]:
+    """The items of a list in ``text``, which may end with a comma."""
+    items = text.split(",")
+    return items if items[-1].strip() else items[:-1]
 
 
 def as_timeout(value: Any) -> timedelta | None:

@@ -28,8 +28,8 @@ _NUMBERS = {
     "sdp": "sharded_data_parallel_degree",
     "mb": "microbatches",
 }
-_NUMBER = re.compile(r"(pp|v|tp|sdp|mb)(\d+)")
-_MICS = re.compile(r"mics(\d+)x(\d+)")
+_NUMBER = re.compile(r"(pp|v|tp|sdp|mb)(\d{1,9})")
+_MICS = re.compile(r"mics(\d{1,9})x(\d{1,9})")
 
 
 def parse_recipe(name: str, door: str = _BY_HYDRA) -> dict[str, Any]:

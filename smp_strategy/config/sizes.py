@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: the text is no amount of memory.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     factor = _BY_NAME.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no amount of memory. Write a number and one of {', '.join(_UNITS)}: 16GiB.")

@@ -1,10 +1,11 @@
 """One ordinary checkpoint file, whatever the layout that wrote it or reads it."""
 
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
-from lightning_toy import NEWER, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from lightning_toy import NEWER, error_of, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
 
 def train(folder, smp, epochs, resume=None):
@@ -69,3 +70,19 @@ def test_each_rank_holds_its_share_only(tmp_path):
     shares = [held for _, _, held in on_ranks(train, 3, tmp_path, options, 1)]
     assert max(shares) < 0.6 * whole  # three linear layers of unequal size
     assert sum(shares) < whole + 200  # one element for each parameter that lives elsewhere
+
+
+def saved_below_a_device(folder, form):
+    trainer = toy_trainer(folder, smp={**smp(2), "state_dict_type": form}, max_steps=1)
+    trainer.fit(toy_module(), toy_loader())
+    save = partial(trainer.save_checkpoint, "/dev/null/x/y.ckpt")
+    return [error_of(save), error_of(partial(save, weights_only=True))]
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_checkpoint_below_a_device_is_refused_on_all_ranks(form, tmp_path):
+    told = "/dev/null is a device, but a folder is to be written. Name another one."
+    for errors in on_ranks(saved_below_a_device, 2, tmp_path, form):
+        for error in errors:
+            assert told in error
+    assert list(tmp_path.iterdir()) == []

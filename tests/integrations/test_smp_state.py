@@ -7,7 +7,7 @@ import torch
 from smp_checks import LAYOUTS, adamw, assert_same, batches, begin, mine, net, on_ranks, plain, train_step
 
 import smp_strategy.smp as smp
-from smp_strategy import CheckpointError
+from smp_strategy import CheckpointError, ConfigError, SMPError
 
 SPREAD = ["pp2", "sdp2", "tp2", "pp2 x replicas2"]
 ZERO1 = {"shard_optimizer_state": True, "ddp": True}
@@ -159,6 +159,8 @@ def files(folder, parameters):
     os.mkfifo(fifo)
     with pytest.raises(CheckpointError, match="is not replaced: it is a FIFO"):
         smp.save({}, fifo, partial=False)
+    with pytest.raises(ConfigError, match="a FIFO, but a folder is to be written. Name another one."):
+        smp.save({}, fifo / "below", partial=False)
     fifo.unlink()
     smp.barrier()
     assert smp.load(folder / "some", v3=smp.rdp_size() > 1)["rank"] == smp.rank()
@@ -225,6 +227,9 @@ def test_split_layers_are_told():
 def saves(parameters, folder):
     model, optimizer = begin(parameters)
     steps(model, optimizer, batches()[:2])
+    for partial in (True, False):
+        with pytest.raises(SMPError, match="/dev/null is a device, but a folder is to be written. Name another one."):
+            smp.save_checkpoint("/dev/null/x", "two", partial=partial, model=model, optimizer=optimizer)
     smp.save_checkpoint(folder, "two", model=model, optimizer=optimizer)
 
 

@@ -76,6 +76,17 @@ def test_what_is_no_file_is_refused_instead_of_read_for_ever(name, said, command
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_nothing_is_read_for_an_output_that_cannot_be_there(command, form, tmp_path, capsys):
+    (tmp_path / "plain.txt").touch()
+    for place, kind in (("/dev/null", "a device"), (tmp_path / "plain.txt", "a file")):
+        assert main([command, str(tmp_path / "none"), f"{place}/x/out", "--form", form]) == 2
+        assert capsys.readouterr().err == (
+            f"smp {command}: {place} is {kind}, but a folder is to be written. Name another one.\n"
+        )
+
+
 @pytest.mark.parametrize("name", [".", "/", "folder"])
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_folders_that_are_no_checkpoints_are_told_whatever_is_in_them(name, command, tmp_path, capsys, monkeypatch):

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Final, overload
 
 from smp_strategy.checkpoint.storage import remote_commit
-from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.path_kind import check_folder, check_replaceable
 from smp_strategy.checkpoint.storage.process_marks import MARK, is_known_alive, mark
 from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
@@ -77,6 +77,7 @@ _STALE: Final = ".stale"
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
 _LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+_CONTESTED: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
 _ATTEMPTS: Final = 5
 
 Check = Callable[[AnyPath], None]
@@ -104,12 +105,16 @@ def begin(target: AnyPath, *, is_folder: bool, check: Check = check_replaceable)
         target: Path to be written.
         is_folder: Whether it is a folder.
         check: Raises an error if the existing ``target`` must not be replaced.
+
+    Raises:
+        ConfigError: ``target`` is below a file, a device, a FIFO or a socket.
     """
     if isinstance(target, RemotePath):
         assert is_folder, "files at addresses are written by plugins"
         return remote_commit.begin(target, check)
     recover(target)
     check(target)
+    check_folder(target.parent)
     _make_folder(target.parent)
     staging = _mine(target, "saving")
     if is_folder:
@@ -148,8 +153,9 @@ def commit(staging: AnyPath, target: AnyPath, *, check: Check = check_replaceabl
             _put(staging, target)
             break
         except OSError as error:
-            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR) or attempt == _ATTEMPTS:
+            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again. Or before
+            # [3] another process, which saves here as well, has moved it aside.
+            if error.errno not in _CONTESTED or attempt == _ATTEMPTS:
                 raise
     _sync_one(target.parent)
     _forget_replaced(target)

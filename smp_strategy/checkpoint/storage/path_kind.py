@@ -19,12 +19,13 @@ from smp_strategy.checkpoint.storage.manifest import FORMAT, Manifest
 from smp_strategy.checkpoint.storage.remote_commit import is_commit_object
 from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath
 from smp_strategy.config.special_paths import special_file
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, ConfigError
 
 __all__ = [
     "CHECKPOINTS",
     "SHARDED_STATE",
     "CheckpointKind",
+    "check_folder",
     "check_replaceable",
     "foreign_entries",
     "has_manifest",
@@ -162,6 +163,18 @@ def reason_to_keep(target: AnyPath, *, is_kept: Callable[[str], bool] = lambda n
         more = f" and {len(foreign) - _MOST_NAMED} more" if len(foreign) > _MOST_NAMED else ""
         return f"it is a folder with other things than a checkpoint in it: {', '.join(foreign[:_MOST_NAMED])}{more}"
     return None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder to write to that is, or is below, a file, a device, a FIFO or a socket.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    for each in (folder, *folder.parents):
+        if each.exists() and not each.is_dir():
+            kind = special_file(each) or "a file"
+            raise ConfigError(f"{each} is {kind}, but a folder is to be written. Name another one.")
 
 
 def check_replaceable(target: AnyPath) -> None:

@@ -31,7 +31,7 @@ from smp_strategy.checkpoint.convert.writers import (
     save_sharded,
 )
 from smp_strategy.checkpoint.storage.atomic_commit import Check
-from smp_strategy.checkpoint.storage.path_kind import check_replaceable, foreign_entries, reason_to_keep
+from smp_strategy.checkpoint.storage.path_kind import check_folder, check_replaceable, foreign_entries, reason_to_keep
 from smp_strategy.checkpoint.storage.remote_path import AnyPath, RemotePath, any_path, local_path
 from smp_strategy.config.sizes import show_count
 from smp_strategy.errors import CheckpointError, printable
@@ -129,6 +129,7 @@ def check_output(given: Namespace) -> tuple[AnyPath, Check]:
 
     Raises:
         CheckpointError: an existing path must not be replaced, or is part of the input.
+        ConfigError: the path is below a file, a device, a FIFO or a socket.
     """
     source, target, hugging_face = any_path(given.checkpoint), any_path(given.out), getattr(given, "hf", None)
 
@@ -141,6 +142,8 @@ def check_output(given: Namespace) -> tuple[AnyPath, Check]:
     if given.form != "sharded":
         on_this_machine(target)
     check(target)
+    if isinstance(target, Path):
+        check_folder(target.parent)
     return target, check
 
 

@@ -160,7 +160,7 @@ def test_stages_are_of_the_same_speed_unless_their_speeds_are_given():
 
 @pytest.mark.parametrize("value", [[1, 0], [-1.0], [float("nan")], [float("inf")]])
 def test_a_stage_without_a_speed_is_refused(value):
-    with pytest.raises(ConfigError, match="`stage_speeds` must be above 0, but are"):
+    with pytest.raises(ConfigError, match="`stage_speeds` must be above 0 and finite, but are"):
         SMPConfig(stage_speeds=value)
 
 
@@ -452,7 +452,79 @@ def test_words_that_are_no_patterns_of_modules_are_refused(given, told):
         SMPConfig(activation_checkpointing=given)
 
 
-@pytest.mark.parametrize("path", ["", "s3://bucket/partition.json"])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(("unit_classes", given) for given in ([""], ["Block", " "])),
+        *(("activation_checkpointing", given) for given in ([""], ["blocks.*", ""], "blocks.*,,head", ",", " ")),
+        ("memory_limit", ["1GiB", ""]),
+        ("stage_speeds", [1, ""]),
+    ],
+)
+def test_an_empty_item_of_a_list_is_refused(name, given):
+    shown = tuple(given) if isinstance(given, list) else given
+    with pytest.raises(ConfigError) as failure:
+        SMPConfig(**{name: given})
+    assert str(failure.value) == (f"`{name}` has an empty item: {shown!r}. Leave it out, or write what belongs there.")
+
+
+def test_lists_that_may_be_empty_are_taken_and_one_for_each_stage_must_not_be():
+    assert SMPConfig(unit_classes=[], activation_checkpointing=[]).checkpointing_patterns == ()
+    assert SMPConfig(activation_checkpointing="blocks.*,").checkpointing_patterns == ("blocks.*",)
+    for name in ("memory_limit", "stage_speeds"):
+        with pytest.raises(ConfigError) as failure:
+            SMPConfig(**{name: []})
+        assert str(failure.value) == (
+            f"`{name}` must have one entry for each stage, but has none. Give them, or leave it out."
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_scale", 10**400),
+        ("loss_scale", 10**400),
+        ("sdp_gradient_clipping", -(10**400)),
+        ("memory_limit", 10**400),
+        ("stage_speeds", [1, 10**400]),
+        ("evaluation_microbatches", 10**400),
+    ],
+)
+def test_a_number_that_no_float_holds_is_refused(name, value):
+    with pytest.raises(ConfigError) as failure:
+        SMPConfig(**{name: value})
+    assert str(failure.value) == (
+        f"`{name}` must be below 1e308, but has a number of more than 300 digits. Give a smaller one."
+    )
+
+
+def test_amounts_recipes_and_groups_of_too_many_digits_are_refused():
+    many = "9" * 5000
+    with pytest.raises(ConfigError, match="`memory_limit`: '9+[.]5GiB' is no amount of memory. Write a number and "):
+        SMPConfig(memory_limit=f"{many}.5GiB")
+    with pytest.raises(ConfigError, match="the part 'pp9+' is not understood"):
+        parse_recipe(f"pp{many}")
+    with pytest.raises(ConfigError, match="`checkpoint_strategy` must be each, contiguous or group_N with N from 1 on"):
+        SMPConfig(checkpoint_strategy=f"group_{many}", activation_checkpointing="all")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "meant"),
+    [
+        ("stage_speeds", "1, 2", "[1.0, 2.0]"),
+        ("unit_classes", "Block, Head", "['Block', 'Head']"),
+        ("microbatches", "4", "4"),
+        ("async_save", "true", "True"),
+        ("memory_weight", "none", "None"),
+    ],
+)
+def test_a_text_where_a_value_belongs_is_refused_with_the_value_that_it_means(name, text, meant):
+    with pytest.raises(ConfigError) as failure:
+        SMPConfig(**{name: text})
+    assert str(failure.value).endswith(f", but is {text!r} (str). Write `{meant}`.")
+
+
+@pytest.mark.parametrize("path", ["", " ", "s3://bucket/partition.json"])
 def test_a_partition_file_is_on_this_machine(path):
     with pytest.raises(ConfigError, match="`partition_file` must be the path of a file on this machine"):
         SMPConfig(partition_file=path)
@@ -463,8 +535,9 @@ def test_a_partition_file_may_be_in_the_home_folder(monkeypatch):
     assert SMPConfig(partition_file="~/x.json").partition_file == "/home/me/x.json"
 
 
-def test_an_empty_name_of_layers_to_split_and_no_replicas_are_refused():
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_layers_to_split_and_no_replicas_are_refused(name):
     with pytest.raises(ConfigError, match="`tensor_parallel` has an empty name"):
-        SMPConfig(tensor_parallel_degree=2, tensor_parallel={"": "column"})
+        SMPConfig(tensor_parallel_degree=2, tensor_parallel={name: "column"})
     with pytest.raises(ConfigError, match="mics2x0 has 0 replicas"):
         parse_recipe("mics2x0")

@@ -19,6 +19,7 @@ Limit = int | str | tuple[int | str, ...] | None
         ("", Limit, None),
         ("1, 2.5", tuple[float, ...] | None, (1.0, 2.5)),
         ("2", tuple[float, ...] | None, (2.0,)),
+        ("1, 2,", tuple[float, ...] | None, (1.0, 2.0)),
         ("none", tuple[float, ...] | None, None),
         ("Block", tuple[str, ...], ("Block",)),
     ],
@@ -31,6 +32,12 @@ def test_a_list_is_written_with_commas(text, hint, value):
 def test_a_text_that_does_not_parse_is_left_for_the_type_check():
     assert parse("1, fast", tuple[float, ...]) == (1.0, "fast")
     assert not fits((1.0, "fast"), tuple[float, ...])
+
+
+def test_an_empty_item_of_a_list_is_kept_for_the_check_of_items():
+    assert parse("1,,2", tuple[float, ...] | None) == (1.0, "", 2.0)
+    assert parse(",a", tuple[str, ...]) == ("", "a")
+    assert parse(",", Limit) == ("",)
 
 
 def test_a_timeout_is_a_timedelta_or_seconds():

@@ -21,6 +21,12 @@ def test_patterns_are_given_in_the_environment_too(monkeypatch):
     monkeypatch.setenv("SMP_TENSOR_PARALLEL", "*.mlp.up=column, *.mlp.down=row")
     patterns = SMPConfig.from_options(tensor_parallel_degree=2).tensor_parallel
     assert patterns == {"*.mlp.up": "column", "*.mlp.down": "row"}
-    monkeypatch.setenv("SMP_TENSOR_PARALLEL", "*.mlp.up")
-    with pytest.raises(ConfigError, match="`tensor_parallel` must be"):
-        SMPConfig.from_options(tensor_parallel_degree=2)
+    for text in ("*.mlp.up", "up=column,up=row", "up=column, up=column", "up=column,,down=row", ","):
+        monkeypatch.setenv("SMP_TENSOR_PARALLEL", text)
+        with pytest.raises(ConfigError) as failure:
+            SMPConfig.from_options(tensor_parallel_degree=2)
+        assert str(failure.value) == (
+            f"`tensor_parallel` must be collections.abc.Mapping[str, str] | None, but is {text!r} (str). Write each "
+            "name once, and one value for it: `blocks.*.up=column,blocks.*.down=row`. `tensor_parallel` comes from the "
+            "environment variable SMP_TENSOR_PARALLEL."
+        )

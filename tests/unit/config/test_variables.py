@@ -70,6 +70,16 @@ def test_a_variable_that_does_not_parse_is_told_with_its_text(monkeypatch):
         SMPConfig.from_options()
 
 
+def test_an_empty_item_is_told_with_its_variable(monkeypatch):
+    monkeypatch.setenv("SMP_STAGE_SPEEDS", "1,,2")
+    with pytest.raises(ConfigError) as failure:
+        SMPConfig.from_options()
+    assert str(failure.value) == (
+        "`stage_speeds` has an empty item: (1.0, '', 2.0). Leave it out, or write what belongs there. `stage_speeds` "
+        "comes from the environment variable SMP_STAGE_SPEEDS."
+    )
+
+
 def test_a_wrong_recipe_variable_is_told(monkeypatch):
     monkeypatch.setenv("SMP_CONFIG", "pq2")
     with pytest.raises(ConfigError, match="the part 'pq2' is not understood"):

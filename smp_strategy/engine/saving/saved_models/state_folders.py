@@ -22,12 +22,11 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import verified_reads
 from smp_strategy.checkpoint.storage.atomic_commit import saving
 from smp_strategy.checkpoint.storage.manifest import FILE_NAME, FORMAT, Manifest
-from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_entries
+from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, check_folder, foreign_entries
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.remote_path import local_path
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
 from smp_strategy.checkpoint.storage.verify import previous
-from smp_strategy.config.special_paths import special_file
 from smp_strategy.distributed.rendezvous import alike
 from smp_strategy.errors import CheckpointError, ConfigError
 
@@ -125,10 +124,7 @@ def begin(target: Path) -> Path:
     Raises:
         ConfigError: ``target``, or what is to hold it, is a file, a device, a FIFO or a socket.
     """
-    for each in (target, *target.parents):
-        if each.exists() and not each.is_dir():
-            kind = special_file(each) or "a file"
-            raise ConfigError(f"{each} is {kind}, but a folder is to be written. Name another one.")
+    check_folder(target)
     commit.recover(target)
     _check_manifest(target)
     if target.exists() and not _can_be_replaced(target):

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -255,6 +256,26 @@ def test_a_commit_of_what_somebody_has_deleted_says_so(tmp_path):
     staging.rmdir()
     with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be saved: \.x\.ckpt\.saving-\S+, to which"):
         commit(staging, tmp_path / "x.ckpt")
+
+
+def test_a_folder_that_another_process_has_moved_aside_meanwhile_is_replaced(tmp_path, monkeypatch):
+    target, rename = tmp_path / "state", os.rename
+    target.mkdir()
+    staging = begin(target, is_folder=True, check=lambda place: None)
+    (staging / "new").touch()
+    moved = []
+
+    def contested(source, place):
+        if Path(source) == target and not moved:
+            moved.append(source)
+            target.rmdir()
+        rename(source, place)
+
+    monkeypatch.setattr(os, "rename", contested)
+    commit(staging, target, check=lambda place: None)
+    assert moved == [target]
+    assert os.listdir(tmp_path) == ["state"]
+    assert os.listdir(target) == ["new"]
 
 
 def test_merging_keeps_what_is_there_and_replaces_file_by_file(tmp_path):

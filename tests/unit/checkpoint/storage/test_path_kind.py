@@ -18,7 +18,7 @@ from smp_strategy.checkpoint.storage.path_kind import (
     unreadable,
 )
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, ConfigError
 
 
 def sharded(path):
@@ -172,6 +172,21 @@ def test_devices_fifos_and_links_to_them_are_not_replaced(tmp_path):
             pass
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
     assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_nothing_is_begun_below_files_devices_and_fifos(is_folder, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name, kind in {"fifo": "a FIFO", "link": "a device", "file": "a file"}.items():
+        for target in (tmp_path / name / "x", tmp_path / name / "x" / "y"):
+            with pytest.raises(ConfigError) as failure, replacing(target, is_folder=is_folder):
+                pass
+            assert str(failure.value) == (
+                f"{tmp_path / name} is {kind}, but a folder is to be written. Name another one."
+            )
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "link"]
 
 
 @pytest.mark.parametrize("stale", [(), ("optimizer.bin",)])
