@@ -346,9 +346,10 @@ def test_the_start_time_may_be_given_or_come_from_slurm():
     assert abs(agreed_start_time({}) - time.time()) < 10
 
 
-def test_a_start_time_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="SMP_START_TIME must be seconds since the epoch, but is 'noon'"):
-        agreed_start_time({"SMP_START_TIME": "noon"})
+@pytest.mark.parametrize("given", ["noon", "nan", "inf"])
+def test_a_start_time_that_is_no_number_is_refused(given):
+    with pytest.raises(ConfigError, match=f"SMP_START_TIME must be seconds since the epoch, but is '{given}'"):
+        agreed_start_time({"SMP_START_TIME": given})
 
 
 @pytest.mark.parametrize(

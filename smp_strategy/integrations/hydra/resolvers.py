@@ -7,10 +7,12 @@ the time, so later calls in the same run get the same one. So do ranks that torc
 directory of their checkpoints. (A directory for each restart would be another one on each node: nodes count their own.)
 """
 
+import math
 import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -72,10 +74,10 @@ def agreed_start_time(environ: Mapping[str, str]) -> float:
     """Start time in seconds since the epoch, the same on every rank of a run."""
     given = environ.get("SMP_START_TIME")
     if given is not None:
-        try:
-            return float(given)
-        except ValueError:
-            raise ConfigError(f"SMP_START_TIME must be seconds since the epoch, but is {given!r}.") from None
+        with suppress(ValueError):
+            if math.isfinite(seconds := float(given)):
+                return seconds
+        raise ConfigError(f"SMP_START_TIME must be seconds since the epoch, but is {given!r}.")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _from_agent_store(environ)
     return float(environ.get("SLURM_JOB_START_TIME", time.time()))

@@ -28,6 +28,8 @@ from smp_strategy.integrations.autoload import LAUNCHER, RARELY
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher"]
 
 GRACE_SECONDS: Final = 5.0
+# Python takes seconds to exit, on a busy machine many of them.
+_EXIT_SECONDS: Final = 30.0
 # Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
@@ -104,7 +106,7 @@ class Children:
         """
         if self._expected_to_end.is_set() or threading.current_thread() is not threading.main_thread():
             return
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + _EXIT_SECONDS
         for rank, process in zip(self._ranks, self._processes, strict=True):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(deadline - time.monotonic(), 0))

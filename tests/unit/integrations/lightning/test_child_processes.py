@@ -54,6 +54,12 @@ def test_an_exit_code_ends_it_unless_the_child_ended_on_purpose(code, expected):
     assert ("rank 1 failed first" in done.stderr) == (expected != 0)
 
 
+def test_a_child_that_fails_while_it_is_slow_to_exit_ends_the_run_with_an_error():
+    done = launched("", "import atexit, os, time; atexit.register(os._exit, 3); atexit.register(time.sleep, 2)")
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 1 failed at the end of the run: its process (")
+
+
 def test_a_child_that_is_expected_to_end_is_ended_in_silence():
     done = launched("ours.end(patience=0.1); time.sleep(0.5)", "import time; time.sleep(50)")
     assert (done.returncode, done.stderr) == (0, "")
