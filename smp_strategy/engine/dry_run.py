@@ -29,7 +29,7 @@ from smp_strategy.model.trace.side_effects import collectors
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import iterators_rewound, variables_restored
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, joined
 from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
 from smp_strategy.pipeline.dist_calls.user_collectives import Replicas
 from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
@@ -188,7 +188,8 @@ def _survey(
             exposed.next_round()
             log.calls.clear()
             copied = copy.deepcopy(microbatch)
-            watch = None if inputs.batch is None else SampleWatch(BatchRecord(*inputs.batch, copied))
+            is_enough = inputs.batch is not None and inputs.batch[1][0] >= SampleWatch.LEAST_SAMPLES
+            watch = _watch(inputs.batch, copied) if inputs.batch is not None and (is_enough or computes) else None
             try:
                 with undone(step, inputs, computes=computes), uses:
                     with private.learning(step):
@@ -200,6 +201,8 @@ def _survey(
                 if not exposed.has_news:
                     raise
             if not exposed.has_news:
+                if watch is None and inputs.batch is not None:
+                    watch = _watch_more(runtime, private, step, loss_of, inputs)
                 comparison = "" if watch is None else watch.comparison
                 return DryRun(trace, tuple(uses.found.values()), calls_made, comparison)
             calls.expose()
@@ -207,6 +210,28 @@ def _survey(
         exposed.let_go()
         runtime.close()
         calls.runtime = before
+
+
+def _watch(batch: tuple[Sequence[Any], Sequence[int]], copied: Any) -> SampleWatch:
+    return SampleWatch(BatchRecord(*batch, copied))
+
+
+def _watch_more(
+    runtime: Runtime,
+    private: MicrobatchState,
+    step: Step,
+    loss_of: Callable[[Any], Tensor | None] | None,
+    inputs: DryRunInput,
+) -> SampleWatch | None:
+    """Dry run of several microbatches as one, for microbatches with few samples; ``None``: the step does not run so."""
+    assert inputs.batch is not None
+    several, number = joined(*inputs.batch, SampleWatch.LEAST_SAMPLES)
+    copied = copy.deepcopy(several)
+    watch = _watch(([several, several], (number, number)), copied)
+    with suppress(Exception), undone(step, inputs, computes=False), private.learning(step):
+        survey(runtime, step, copied, loss_of, watch)
+        return watch
+    return None
 
 
 def _try_another(
