@@ -188,8 +188,7 @@ def _survey(
             exposed.next_round()
             log.calls.clear()
             copied = copy.deepcopy(microbatch)
-            is_enough = inputs.batch is not None and inputs.batch[1][0] >= SampleWatch.LEAST_SAMPLES
-            watch = _watch(inputs.batch, copied) if inputs.batch is not None and (is_enough or computes) else None
+            watch = _watch(inputs, copied, computes=computes)
             try:
                 with undone(step, inputs, computes=computes), uses:
                     with private.learning(step):
@@ -201,9 +200,8 @@ def _survey(
                 if not exposed.has_news:
                     raise
             if not exposed.has_news:
-                if watch is None and inputs.batch is not None:
-                    watch = _watch_more(runtime, private, step, loss_of, inputs)
-                comparison = "" if watch is None else watch.comparison
+                found = watch or _watch_more(runtime, private, step, loss_of, inputs)
+                comparison = "" if found is None else found.comparison
                 return DryRun(trace, tuple(uses.found.values()), calls_made, comparison)
             calls.expose()
     finally:
@@ -212,8 +210,11 @@ def _survey(
         calls.runtime = before
 
 
-def _watch(batch: tuple[Sequence[Any], Sequence[int]], copied: Any) -> SampleWatch:
-    return SampleWatch(BatchRecord(*batch, copied))
+def _watch(inputs: DryRunInput, copied: Any, *, computes: bool) -> SampleWatch | None:
+    """What watches a dry run of the first microbatch, ``copied``; nothing if it has few samples and more can run."""
+    if inputs.batch is None or (inputs.batch[1][0] < SampleWatch.LEAST_SAMPLES and not computes):
+        return None
+    return SampleWatch(BatchRecord(*inputs.batch, copied))
 
 
 def _watch_more(
@@ -224,10 +225,11 @@ def _watch_more(
     inputs: DryRunInput,
 ) -> SampleWatch | None:
     """Dry run of several microbatches as one, for microbatches with few samples; ``None``: the step does not run so."""
-    assert inputs.batch is not None
+    if inputs.batch is None:
+        return None
     several, number = joined(*inputs.batch, SampleWatch.LEAST_SAMPLES)
     copied = copy.deepcopy(several)
-    watch = _watch(([several, several], (number, number)), copied)
+    watch = SampleWatch(BatchRecord([several, several], (number, number), copied))
     with suppress(Exception), undone(step, inputs, computes=False), private.learning(step):
         survey(runtime, step, copied, loss_of, watch)
         return watch
