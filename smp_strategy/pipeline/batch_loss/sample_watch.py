@@ -46,7 +46,16 @@ _MOST_ELEMENTS = 2**24
 # Of the largest value: far above the rounding of double precision, and of what code computes in single precision.
 _TOLERANCE = 1e-6
 # What the repetition of a call with made-up values may end with.
-_FAILED = (OutOfSightError, RuntimeError, LookupError, TypeError, ValueError, AssertionError, NotImplementedError)
+_FAILED = (
+    OutOfSightError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class _Followed(NamedTuple):
@@ -129,6 +138,8 @@ class SampleWatch:
             if isinstance(term, Divisor) and self.record.has_totals(term.value):
                 number = next(place for place, leaf in enumerate(leaves) if leaf is args[term.place])
                 given[number] = given[number][:1]
+        if leaves and is_in_place(operation_name(callee.function)) and not isinstance(leaves[0], PlacedTensor):
+            given[0] = [each.clone() if isinstance(each, Tensor) else each for each in given[0]]  # the user's own
         return given
 
     def _in_worlds(self, leaf: Any) -> list[Any]:
@@ -140,12 +151,12 @@ class SampleWatch:
         if isinstance(leaf, PlacedTensor) or leaf.is_meta or getattr(leaf, "is_guarded", False):
             return [_example(leaf)]
         found = self.record.find(leaf)
-        if found is None or found.entry < 0 or not leaf.is_floating_point():
-            return [_exact(leaf.detach())]
         try:
-            return [_exact(self.record.value(found, each)) for each in self._variants]
-        except _FAILED:
+            if found is not None and found.entry >= 0 and leaf.is_floating_point():
+                return [_exact(self.record.value(found, each)) for each in self._variants]
             return [_exact(leaf.detach())]
+        except _FAILED:
+            return [leaf]
 
     def _find(self, leaf: Any) -> _Followed | None:
         followed = self._followed.get(id(leaf)) if isinstance(leaf, PlacedTensor) else None
@@ -201,15 +212,12 @@ class SampleWatch:
                 if world < _GROUP:
                     return None
                 result = [each * torch.nan if isinstance(each, Tensor) else each for each in results[0]]
-            if is_in_place(name):
-                result = leaves[:1]
-            elif name in _CASTS and result[0].is_floating_point() and leaves[0].is_floating_point():
-                result = leaves[:1]  # the rounding of a sum is no difference
+            if is_in_place(name) or (name in _CASTS and _is_floating(result[0]) and _is_floating(leaves[0])):
+                result = leaves[:1]  # also of a cast: the rounding of a sum is no difference
+            if len(result) != len(made) or not all(map(_is_alike, result, made)):
+                return None
             results.append(result)
         found = [[_exact(result[place]) for result in results] for place in range(len(made))]
-        for each, worlds in zip(made, found, strict=True):
-            if isinstance(each, PlacedTensor) and any(world.shape != each.shape for world in worlds):
-                return None
         # Indices and masks that the model's values give stay as they are.
         return [worlds if _is_floating(worlds[0]) else worlds[:1] for worlds in found]
 
@@ -268,6 +276,10 @@ class SampleWatch:
         self._followed.clear()
 
 
+def _is_alike(value: Any, made: Any) -> bool:
+    return not isinstance(made, PlacedTensor) or (isinstance(value, Tensor) and value.shape == made.shape)
+
+
 def _has_rows(made: Tensor, given: Tensor, dim: int | None) -> bool:
     """Whether the places along a dim of an argument are those of the same dim of the result."""
     return dim is not None and made.ndim > dim and made.shape[dim] == given.shape[dim]
@@ -284,7 +296,8 @@ def _known_operations() -> Any:
 
 def _example(like: Any) -> Tensor:
     """Made-up values: numbers that may be probabilities, indices of something that exists, masks that select all."""
-    shape, device = tuple(like.shape), like.spec.device if isinstance(like, PlacedTensor) else "cpu"
+    shape, device = tuple(like.shape), like.spec.device if isinstance(like, PlacedTensor) else like.device
+    device = torch.device("cpu") if device.type == "meta" else device
     if like.is_floating_point():
         return torch.rand(shape, dtype=torch.float64, device=device) * 0.8 + 0.1
     return (torch.ones if like.dtype == torch.bool else torch.zeros)(shape, dtype=like.dtype, device=device)
