@@ -29,7 +29,7 @@ from smp_strategy.model.trace.side_effects import collectors
 from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import iterators_rewound, variables_restored
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord
+from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, joined
 from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
 from smp_strategy.pipeline.dist_calls.user_collectives import Replicas
 from smp_strategy.pipeline.isolation.microbatch_state import MicrobatchState
@@ -188,7 +188,7 @@ def _survey(
             exposed.next_round()
             log.calls.clear()
             copied = copy.deepcopy(microbatch)
-            watch = None if inputs.batch is None else SampleWatch(BatchRecord(*inputs.batch, copied))
+            watch = _watch(inputs, copied, computes=computes)
             try:
                 with undone(step, inputs, computes=computes), uses:
                     with private.learning(step):
@@ -200,13 +200,40 @@ def _survey(
                 if not exposed.has_news:
                     raise
             if not exposed.has_news:
-                comparison = "" if watch is None else watch.comparison
+                found = watch or _watch_more(runtime, private, step, loss_of, inputs)
+                comparison = "" if found is None else found.comparison
                 return DryRun(trace, tuple(uses.found.values()), calls_made, comparison)
             calls.expose()
     finally:
         exposed.let_go()
         runtime.close()
         calls.runtime = before
+
+
+def _watch(inputs: DryRunInput, copied: Any, *, computes: bool) -> SampleWatch | None:
+    """What watches a dry run of the first microbatch, ``copied``; nothing if it has few samples and more can run."""
+    if inputs.batch is None or (inputs.batch[1][0] < SampleWatch.LEAST_SAMPLES and not computes):
+        return None
+    return SampleWatch(BatchRecord(*inputs.batch, copied))
+
+
+def _watch_more(
+    runtime: Runtime,
+    private: MicrobatchState,
+    step: Step,
+    loss_of: Callable[[Any], Tensor | None] | None,
+    inputs: DryRunInput,
+) -> SampleWatch | None:
+    """Dry run of several microbatches as one, for microbatches with few samples; ``None``: the step does not run so."""
+    if inputs.batch is None:
+        return None
+    several, number = joined(*inputs.batch, SampleWatch.LEAST_SAMPLES)
+    copied = copy.deepcopy(several)
+    watch = SampleWatch(BatchRecord([several, several], (number, number), copied))
+    with suppress(Exception), undone(step, inputs, computes=False), private.learning(step):
+        survey(runtime, step, copied, loss_of, watch)
+        return watch
+    return None
 
 
 def _try_another(

@@ -22,6 +22,7 @@ class LossWeighting:
         self._current: tuple[str, LossWeights] | None = None
         # Kinds of steps that are not looked at, with the path for which that was found out, once it is known.
         self._without: dict[str, int | None] = {}
+        self._begun = set[str]()
         # Kinds of steps of which this stage has found counts to be others than expected.
         self._wrong = set[str]()
         self._has_reported = False
@@ -32,7 +33,9 @@ class LossWeighting:
         if not self._is_on or len(sizes) < 2 or kind in self._without:
             return None
         applies = kind not in self._wrong
-        weights = LossWeights(microbatches, sizes, applies=applies, tells=not self._has_reported)
+        tells, is_first = not self._has_reported, kind not in self._begun
+        self._begun.add(kind)
+        weights = LossWeights(microbatches, sizes, applies=applies, tells=tells, compares=tells and is_first)
         self._current = (kind, weights)
         return weights
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, unpad_sequence
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
@@ -156,10 +157,33 @@ def per_sample(net: Net, batch: Batch) -> Tensor:
     return torch.stack(parts).mean() + each.mean()
 
 
+def per_token(net: Net, batch: Batch) -> Tensor:
+    return (net(batch["x"]) - batch["y"]).square().mean(-1)
+
+
+def lengths_of(batch: Batch) -> list[int]:
+    return batch["lengths"].clamp(min=1).tolist()
+
+
+def read_as_int(net: Net, batch: Batch) -> Tensor:
+    return (per_token(net, batch) * batch["mask"]).sum() / int(batch["lengths"].sum())
+
+
+def rows_of_own_lengths(net: Net, batch: Batch) -> Tensor:
+    """Of each sample its own mean, which a loop takes in several ways."""
+    out, losses, lengths = net(batch["x"]), per_token(net, batch), lengths_of(batch)
+    means = torch.stack([losses[i, :length].mean() for i, length in enumerate(lengths)]).mean()
+    total = sum(losses[i, :length].sum() / length for i, length in enumerate(lengths))
+    for row, y, length in zip(out, batch["y"], lengths, strict=True):
+        total = total + F.mse_loss(row[:length], y[:length]) * 0.5
+    parts = [net(batch["x"][i, :length]).square().mean() for i, length in enumerate(lengths)]
+    return means + (total + sum(parts)) / len(losses)
+
+
 LOSSES = (
     *(ignored, shifted, class_weights, smoothed, negative_log, changed_in_place, masked_mean, at_least_one),
     *(number_read, normalized_weights, products_with_weights, reciprocal, means_of_both, selected, both_selected),
-    *(labels_selected, indices, two_terms, per_step, per_sample),
+    *(labels_selected, indices, two_terms, per_step, per_sample, read_as_int, rows_of_own_lengths),
 )
 SOME = (ignored, changed_in_place, selected, two_terms)
 
@@ -246,6 +270,65 @@ def without_nan(net: Net, batch: Batch) -> Tensor:
 
 def plain_mean(net: Net, batch: Batch) -> Tensor:
     return F.mse_loss(net(batch["x"]), batch["y"])
+
+
+# Counts in shapes and numbers that nothing of the batch tells
+
+
+def number_of_places(net: Net, batch: Batch) -> Tensor:
+    return (per_token(net, batch) * batch["mask"]).sum() / max(len(batch["mask"].nonzero()), 1)
+
+
+def size_of_labels(net: Net, batch: Batch) -> Tensor:
+    return (per_token(net, batch) * batch["mask"]).sum() * (1 / max(batch["labels"][batch["mask"]].shape[0], 1))
+
+
+def counted_by_numpy(net: Net, batch: Batch) -> Tensor:
+    return (per_token(net, batch) * batch["mask"]).sum() / torch.tensor(max(float(batch["mask"].numpy().sum()), 1.0))
+
+
+def packed(net: Net, batch: Batch) -> Tensor:
+    out, y = (
+        pack_padded_sequence(each, torch.tensor(lengths_of(batch)), batch_first=True, enforce_sorted=False).data
+        for each in (net(batch["x"]), batch["y"])
+    )
+    return F.mse_loss(out, y)
+
+
+def cut_and_joined(net: Net, batch: Batch) -> Tensor:
+    out, lengths = net(batch["x"]), lengths_of(batch)
+    rows = (torch.cat([each[i, :length] for i, length in enumerate(lengths)]) for each in (out, batch["y"]))
+    return F.mse_loss(*rows)
+
+
+def unpadded(net: Net, batch: Batch) -> Tensor:
+    return torch.cat(unpad_sequence(net(batch["x"]), batch["lengths"].clamp(min=1), batch_first=True)).square().mean()
+
+
+def sum_of_rows(net: Net, batch: Batch) -> Tensor:
+    losses, lengths = per_token(net, batch), lengths_of(batch)
+    rows = [losses[i, :length].sum() for i, length in enumerate(lengths)]
+    return torch.stack(rows).sum() / sum(lengths)
+
+
+def trimmed(net: Net, batch: Batch) -> Tensor:
+    longest = max(int(batch["lengths"].max()), 1)
+    return F.mse_loss(net(batch["x"][:, :longest]), batch["y"][:, :longest])
+
+
+UNKNOWN = (
+    *(number_of_places, size_of_labels, counted_by_numpy, packed, cut_and_joined, unpadded, sum_of_rows),
+    trimmed,
+)
+
+
+def test_a_count_that_nothing_tells_is_told_of_by_its_line():
+    options = {"pipeline_parallel_degree": 2, "microbatches": 4}
+    for found in run_ranks(run, 2, UNKNOWN, 8, options):
+        for loss, (_, _, _, reports) in zip(UNKNOWN, found, strict=True):
+            assert len(reports) == 1, loss.__name__
+            assert "test_whole_batch_loss.py" in reports[0], loss.__name__
+            assert "its count is another one in each microbatch" in reports[0], loss.__name__
 
 
 def run_reports(options: dict[str, Any]) -> list[list[str]]:

@@ -12,8 +12,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.pipeline.batch_loss.sample_order import entries_of
-
 __all__ = ["RANDOM", "Facts", "facts_of", "reduction_of"]
 
 RANDOM = frozenset(
@@ -142,7 +140,7 @@ def _indexed(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, ma
     # Without a dim of their own, the samples may be in any; a row may then be that of one sample.
     own = 0 if facts.dim is None else facts.dim
     position = dim = 0
-    for entry in entries_of(index, source.ndim):
+    for entry in _entries_of(index, source.ndim):
         if entry is not None and position == own and entry != slice(None):
             return replace(facts, dim=None, is_whole=False)
         if entry is not None and position == own:
@@ -154,6 +152,15 @@ def _indexed(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, ma
 
 def _selected(name: str, args: Any, kwargs: Any, source: Tensor, facts: Facts, made: Tensor) -> Facts:
     return replace(facts, dim=None, selects=True)
+
+
+def _entries_of(index: Sequence[Any], ndim: int) -> list[Any]:
+    """``index`` with an entry for each dim, and ``None`` for new ones."""
+    has_ellipsis = any(each is Ellipsis for each in index)
+    missing, found = ndim - sum(each is not None for each in index) + has_ellipsis, list[Any]()
+    for each in index:
+        found += [slice(None)] * missing if each is Ellipsis else [each]
+    return found if has_ellipsis else found + [slice(None)] * missing
 
 
 _Rule = Callable[[str, Any, Any, Tensor, Facts, Tensor], Facts]

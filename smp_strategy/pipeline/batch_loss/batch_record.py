@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from smp_strategy.distributed.torch_private import mode_set_aside
+from smp_strategy.model.samples import visited
 from smp_strategy.model.trace.pytree import Path, items_of, nodes
 from smp_strategy.model.trace.tensor_spec import METADATA
 from smp_strategy.pipeline.batch_loss.batch_facts import RANDOM, Facts, facts_of, reduction_of
 from smp_strategy.pipeline.placed_ops import is_in_place, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["BatchRecord", "OutOfSightError", "BatchValue"]
+__all__ = ["BatchRecord", "BatchValue", "OutOfSightError", "joined"]
 
 _FROM_OUTSIDE = ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
 # Levels of nesting that are looked into; objects may hold each other.
@@ -67,7 +68,7 @@ class _BatchStep:
     kwargs: Any = field(default_factory=dict)
     inputs: list[BatchValue] = field(default_factory=list)
     reduction: str = ""
-    """``"sum"`` or ``"mean"``, if it is one over all samples."""
+    """``"sum"`` or ``"mean"``, if it is one over all samples; ``"other"``, if it is another number for several."""
 
 
 @final
@@ -80,6 +81,8 @@ class BatchRecord(TorchFunctionMode):
         super().__init__()
         # Not the microbatches themselves: steps replace what is in them.
         self._given, self._sizes = [_given(each) for each in microbatches], sizes
+        # The first microbatch with other numbers in some rows, and whether with other labels.
+        self._variants: list[tuple[Tensor, bool]] = []
         self._entries: list[_BatchStep] = []
         self._known: dict[int, tuple[Callable[[], Any], BatchValue]] = {}
         # Entries that have changed a memory.
@@ -116,6 +119,23 @@ class BatchRecord(TorchFunctionMode):
             self._note(func, args, kwargs, result)
         return result
 
+    def add_variant(self, rows: Tensor, *, changes_labels: bool = False) -> int:
+        """Add the first microbatch with other numbers in ``rows``, and perhaps with other labels; its number for
+        :meth:`value`.
+        """
+        self._variants.append((rows, changes_labels))
+        return len(self._given) + len(self._variants) - 1
+
+    def _varied(self, path: tuple[Any, ...], rows: Tensor, *, changes_labels: bool) -> Any:
+        leaf = self._at(0, path)
+        if not isinstance(leaf, Tensor) or self._facts_of_leaf(path, leaf).dim is None:
+            return leaf
+        if leaf.is_floating_point():  # zeros stay zeros: they may be a mask
+            others = leaf * (torch.arange(leaf.numel(), device=leaf.device).view_as(leaf).cos() * 0.25 + 0.7).to(leaf)
+        else:
+            others = leaf.roll(1, 0) if changes_labels else leaf
+        return torch.where(rows.to(leaf.device).view(-1, *[1] * (leaf.ndim - 1)), others, leaf)
+
     @property
     def num_samples(self) -> int:
         """Number of samples in the first microbatch."""
@@ -149,11 +169,14 @@ class BatchRecord(TorchFunctionMode):
             is_leaf = leaf.entry >= 0 and self._entries[leaf.entry].function is None
             if found is None or not is_leaf or leaf.memory != found.memory or not isinstance(held(), Tensor):
                 continue
-            path = self._entries[leaf.entry].path
+            path, numbers = self._entries[leaf.entry].path, len(self._given) + len(self._variants)
             if leaf.entry not in self._originals:
-                self._originals[leaf.entry] = [self._at(number, path).clone() for number in range(len(self._given))]
+                self._originals[leaf.entry] = [self._at(number, path).clone() for number in range(numbers)]
 
     def _at(self, microbatch: int, path: tuple[Any, ...]) -> Any:
+        if microbatch >= len(self._given):
+            rows, changes_labels = self._variants[microbatch - len(self._given)]
+            return self._varied(path, rows, changes_labels=changes_labels)
         if path not in self._given[microbatch]:
             raise OutOfSightError
         return self._given[microbatch][path]
@@ -185,7 +208,8 @@ class BatchRecord(TorchFunctionMode):
         if not hidden:
             given_args, given_kwargs = _replaced((args, kwargs), self.find)
             is_scalar = isinstance(result, Tensor) and result.ndim == 0
-            kind = reduction_of(name) if is_scalar else ""
+            is_of_many = is_scalar and any(isinstance(leaf, Tensor) and leaf.ndim for leaf, _ in inputs)
+            kind = (reduction_of(name) or ("other" if is_of_many else "")) if is_scalar else ""
             self._entries.append(_BatchStep((), func, given_args, given_kwargs, [each for _, each in inputs], kind))
         if writes is not None:
             self._writes.setdefault(writes[1].memory, []).append(number)
@@ -217,6 +241,10 @@ class BatchRecord(TorchFunctionMode):
                 results[number] = entry.function(*args, **kwargs)
         return _chosen(results, wanted)
 
+    def has_totals(self, wanted: BatchValue) -> bool:
+        """Whether nothing but sums and means over samples goes into ``wanted``: :meth:`totals` has all of it."""
+        return all(self._entries[number].reduction != "other" for number in self._needed(wanted, {}))
+
     def _needed(self, wanted: BatchValue, known: Mapping[int, Any]) -> set[int]:
         """Entries that have to be repeated for ``wanted``, in-place changes before its use included."""
         needed, waiting = set[int](), [(wanted, len(self._entries))]
@@ -240,7 +268,7 @@ class BatchRecord(TorchFunctionMode):
         shares = [size / sum(self._sizes) for size in self._sizes]
         for number in sorted(self._needed(wanted, {})):
             kind = self._entries[number].reduction
-            if not kind:
+            if kind not in ("sum", "mean"):
                 continue
             made = BatchValue(number, None, -1, Facts())
             parts = [self.value(made, each, found) for each in range(len(self._sizes))]
@@ -248,6 +276,30 @@ class BatchRecord(TorchFunctionMode):
             total = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
             found[number] = torch.as_tensor(total).to(parts[0].dtype)
         return found
+
+
+def joined(microbatches: Sequence[Any], sizes: Sequence[int], least: int) -> tuple[Any, int]:
+    """The first of the ``microbatches``, together with the next ones if it has fewer than ``least`` samples; and its
+    number of samples.
+    """
+    number = next((each for each in range(1, len(sizes)) if sum(sizes[:each]) >= least), len(sizes))
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for each in microbatches[:number]:
+        visited(each, (), lambda path, leaf: found.setdefault(path, []).append(leaf))
+
+    def join(path: tuple[Any, ...], leaf: Any) -> Any:
+        parts = found[path]
+        # A tensor that was cut shares its memory with the next part; one that all have is the same.
+        is_array = isinstance(leaf, (Tensor, np.ndarray)) and all(isinstance(each, type(leaf)) for each in parts)
+        if not is_array or len({_memory_of(each) for each in parts}) > 1 or _address(parts[-1]) == _address(leaf):
+            return leaf
+        return torch.cat(parts) if isinstance(leaf, Tensor) else np.concatenate(parts)
+
+    return visited(microbatches[0], (), join) if number > 1 else microbatches[0], sum(sizes[:number])
+
+
+def _address(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else int(value.ctypes.data)
 
 
 def _memory_of(value: Any) -> Any:

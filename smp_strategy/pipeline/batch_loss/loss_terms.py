@@ -31,7 +31,19 @@ from smp_strategy.pipeline.batch_loss.batch_record import BatchRecord, BatchValu
 from smp_strategy.pipeline.placed_ops import operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["Divisor", "MeanOver", "Problem", "Selected", "Term", "as_sum", "selection_by", "term_of"]
+__all__ = [
+    "PRODUCTS",
+    "QUOTIENTS",
+    "Divisor",
+    "MeanOver",
+    "Problem",
+    "Selected",
+    "Term",
+    "as_sum",
+    "is_mean",
+    "selection_by",
+    "term_of",
+]
 
 _ENTROPIES = (F.cross_entropy, F.nll_loss)
 _MEANS = ("mean", "nanmean")
@@ -40,8 +52,8 @@ _WITH_REDUCTION = frozenset(
     for name in dir(F)
     if callable(each := getattr(F, name)) and (name.endswith("_loss") or name.endswith(("entropy", "_logits", "div")))
 )
-_QUOTIENTS = ("div", "div_", "true_divide", "true_divide_", "divide", "__truediv__", "__itruediv__")
-_PRODUCTS = (
+QUOTIENTS = ("div", "div_", "true_divide", "true_divide_", "divide", "__truediv__", "__itruediv__")
+PRODUCTS = (
     "mul",
     "mul_",
     "multiply",
@@ -111,17 +123,24 @@ def term_of(
 ) -> Term | Problem | None:
     """Find out whether a call of the glue is a term; ``selections`` are by the number of the selected value."""
     name = operation_name(function)
-    if name in _QUOTIENTS or name in _PRODUCTS:
+    if name in QUOTIENTS or name in PRODUCTS:
         return _divisor(name, args, record)
     if function in _ENTROPIES:
         return _entropy(function, name, args, kwargs, record, selections)
-    if name in _MEANS or (function in _WITH_REDUCTION and _reduction(function, args, kwargs) in ("mean", "batchmean")):
+    if is_mean(function, args, kwargs):
         return _mean(name, [*args, *kwargs.values()], record, selections)
     return None
 
 
+def is_mean(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes a mean."""
+    if operation_name(function) in _MEANS:
+        return True
+    return function in _WITH_REDUCTION and _reduction(function, args, kwargs) in ("mean", "batchmean")
+
+
 def _divisor(name: str, args: Sequence[Any], record: BatchRecord) -> Term | Problem | None:
-    is_quotient = name in _QUOTIENTS
+    is_quotient = name in QUOTIENTS
     for place in (1,) if is_quotient else (0, 1):
         found = record.find(args[place]) if len(args) > place else None
         if found is None or not found.facts.reduces:

@@ -30,6 +30,7 @@ from smp_strategy.pipeline.batch_loss.loss_terms import (
     selection_by,
     term_of,
 )
+from smp_strategy.pipeline.batch_loss.varying_counts import VaryingCounts
 from smp_strategy.pipeline.placed_ops import calling_line, operation_name
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
@@ -43,20 +44,29 @@ class LossWeights:
     Args:
         applies: whether terms that this stage runs get their weights; others still know them as terms.
         tells: whether problems are of interest.
+        compares: whether counts of calls that are no terms are compared between microbatches.
 
     Attributes:
+        counts: these counts.
         problems: calls whose counts are not known, as sentences.
         is_wrong: whether a count was another one than expected.
     """
 
     def __init__(
-        self, microbatches: Sequence[Any], sizes: Sequence[int], *, applies: bool = True, tells: bool = True
+        self,
+        microbatches: Sequence[Any],
+        sizes: Sequence[int],
+        *,
+        applies: bool = True,
+        tells: bool = True,
+        compares: bool = False,
     ) -> None:
         self._applies, self.tells = applies, tells
         self.problems: dict[str, None] = {}
         self.is_wrong = False
         self.sizes = sizes
         self.record = BatchRecord(microbatches, sizes)  # of the first microbatch
+        self.counts = VaryingCounts(self.record, sizes) if compares else None
         # By position in the program.
         self._terms: dict[int, tuple[Callable[..., Any], _WeightedTerm]] = {}
 
@@ -115,16 +125,21 @@ class ProgramTerms:
         """Let ``interpret`` make a call of the program, with the weight of a term if it is one."""
         if self._number:
             return self._follow(interpret, position, kind, name, callee, args, kwargs)
+        function, counts = callee.function, self._step.counts
         with self._step.record.set_aside():
             if kind != "op":
-                return interpret(kind, name, callee, args, kwargs)
-            function = callee.function
-            self._look(position, function, args, kwargs)
-            weighted = self._step.weighted(position, function, 0)
-            result = interpret(kind, name, replace(callee, compiled=weighted), args, kwargs)
-            if isinstance(result, PlacedTensor):
-                self._mark(result, args, kwargs, is_term=weighted is not None)
-                self._note_selection(function, args, kwargs, result)
+                result = interpret(kind, name, callee, args, kwargs)
+            else:
+                is_known = self._look(position, function, args, kwargs)
+                if counts is not None and not is_known:
+                    counts.note(position, function, args, kwargs)
+                weighted = self._step.weighted(position, function, 0)
+                result = interpret(kind, name, replace(callee, compiled=weighted), args, kwargs)
+                if isinstance(result, PlacedTensor):
+                    self._mark(result, args, kwargs, is_term=weighted is not None)
+                    self._note_selection(function, args, kwargs, result)
+            if counts is not None:
+                counts.follow(function, args, kwargs, leaves_of(result))
         return result
 
     def _follow(
@@ -135,20 +150,29 @@ class ProgramTerms:
         if weighted is not None:
             self._has_terms = True
             callee = replace(callee, compiled=weighted)
+        elif kind == "op":
+            self._compare(position, callee.function, args, kwargs)
         result = interpret(kind, name, callee, args, kwargs)
         if self._has_terms and kind == "op" and isinstance(result, PlacedTensor):
             self._mark(result, args, kwargs, is_term=weighted is not None)
         return result
 
-    def _look(self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Find out whether a call of the first microbatch is a term."""
+    def _compare(self, position: int, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compare the count of a call of a later microbatch with that of the first."""
+        counts = self._step.counts
+        if counts is not None and counts.differ(position, self._number, function, args, kwargs):
+            self._step.note(Problem(operation_name(function), _DIFFERS), calling_line())
+
+    def _look(self, position: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Find out whether a call of the first microbatch is a term, or should be one."""
         found = term_of(function, args, kwargs, self._step.record, self._selections)
         if found is None:
-            return
+            return False
         if not isinstance(found, Problem):
             self._step.begin(position, function, found)
         elif self._step.tells and any(each.spec.requires_grad for each in _placed(args, kwargs)):
             self._step.note(found, calling_line())
+        return True
 
     def _mark(self, result: PlacedTensor, args: Sequence[Any], kwargs: dict[str, Any], *, is_term: bool) -> None:
         """Note whether a term with a weight has gone into a result."""
@@ -277,4 +301,5 @@ _WeightedTerm = _WeightedMean | _WeightedDivisor
 # What repeating code of the user on another microbatch may end with.
 _FAILED = (OutOfSightError, RuntimeError, LookupError, TypeError, ValueError)
 _FAILS = "its count cannot be computed for the other microbatches"
+_DIFFERS = "its count is another one in each microbatch"
 _CHANGED = "its count in a microbatch is another one than the batch has told"

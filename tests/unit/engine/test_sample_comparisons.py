@@ -38,7 +38,7 @@ def batch_of():
         "texts": torch.randn(SAMPLES, LENGTH, WIDTH),
         "ids": torch.randint(0, CLASSES, (SAMPLES, LENGTH)),
         "mask": torch.rand(SAMPLES, LENGTH) > 0.3,
-        "labels": torch.randint(0, CLASSES, (SAMPLES,)),
+        "labels": torch.arange(SAMPLES) % 3,
     }
 
 
@@ -178,7 +178,7 @@ def root_of_a_mean(net, batch):
 
 def normalized_by_the_batch(net, batch):
     z = net(batch["x"])
-    return ((z - z.mean(0)) / z.std(0)).square().mean() + z.mean()
+    return ((z - z.mean(0)) / z.std(0)).relu().mean()
 
 
 def with_its_neighbour(net, batch):
@@ -220,12 +220,13 @@ def one_half_with_the_other(net, batch):
 
 def joint_and_marginal(net, batch):
     x, y = net(batch["x"]), net(batch["y"])
-    return torch.cat([x, y.flip(0)], dim=1).square().mean()
+    return torch.cat([x, y.flip(0)], dim=1).prod(1).mean()
 
 
 def around_class_means(net, batch):
     z = net(batch["x"])
     means = torch.zeros(CLASSES, WIDTH).index_add(0, batch["labels"], z)
+    means = means / batch["labels"].bincount(minlength=CLASSES).clamp(min=1)[:, None]
     return (z - means[batch["labels"]]).square().mean()
 
 
@@ -237,7 +238,157 @@ def nuclear_norm(net, batch):
     return torch.linalg.svdvals(net(batch["x"])).sum()
 
 
+def scores_of(net, batch):
+    return net.head(net(batch["x"]))[:, 0]
+
+
+def outer_product(net, batch):
+    return torch.outer(scores_of(net, batch), scores_of(net, batch)).tanh().mean()
+
+
+def contraction(net, batch):
+    z = net(batch["x"])
+    return torch.tensordot(z, z, dims=([1], [1])).square().mean()
+
+
+def independence(net, batch):
+    """HSIC."""
+    x, y, n = net(batch["x"]), net(batch["y"]), len(batch["x"])
+    centered = torch.eye(n) - 1 / n
+    return torch.trace(x @ x.T @ centered @ y @ y.T @ centered) / (n - 1) ** 2
+
+
+def alignment(net, batch):
+    """Linear CKA."""
+    x, y = (z - z.mean(0) for z in (net(batch["x"]), net(batch["y"])))
+    return 1 - (x.T @ y).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
+
+
+def windows_of_samples(net, batch):
+    return net(batch["x"]).unfold(0, 2, 1).prod(-1).mean()
+
+
+def shifted_by_a_join(net, batch):
+    z = net(batch["x"])
+    return F.mse_loss(z, torch.cat([z[1:], z[:1]]))
+
+
+def shuffled_at_random(net, batch):
+    z = net(batch["x"])
+    return F.mse_loss(z, z[torch.randperm(len(z))])
+
+
+def flipped(net, batch):
+    z = net(batch["x"])
+    return F.l1_loss(z, z.flip(0))
+
+
+def loop_over_pairs(net, batch):
+    z = net(batch["x"])
+    pairs = [(z[i] - z[j]).square().sum() for i in range(len(z)) for j in range(i)]
+    return torch.stack(pairs).mean()
+
+
+def loop_over_rows(net, batch):
+    rows, total = list(net(batch["x"])), 0.0
+    for number, row in enumerate(rows):
+        for other in rows[:number]:
+            total = total + torch.dot(row, other)
+    return total / len(rows) ** 2
+
+
+def written_row_by_row(net, batch):
+    z, similar = net(batch["x"]), torch.zeros(len(batch["x"]), len(batch["x"]))
+    for number in range(len(z)):
+        similar[number] = z @ z[number]
+    return similar.exp().mean()
+
+
+def all_distances(net, batch):
+    return F.pdist(net(batch["x"])).mean()
+
+
+def ranks(net, batch):
+    scores = scores_of(net, batch)
+    return F.softplus(scores[:, None] - scores[None]).triu(1).mean()
+
+
+def area_under_the_curve(net, batch):
+    scores, positive = scores_of(net, batch), torch.arange(len(batch["x"])) % 2 == 0
+    return F.relu(1 - (scores[positive][:, None] - scores[~positive][None])).mean()
+
+
+def sorted_scores(net, batch):
+    scores = scores_of(net, batch).sort().values
+    return (scores * torch.arange(len(scores))).mean()
+
+
+def hardest_samples(net, batch):
+    losses = F.binary_cross_entropy_with_logits(scores_of(net, batch), batch["labels"] / 2, reduction="none")
+    return losses.topk(2).values.mean()
+
+
+def survival(net, batch):
+    """Partial likelihood of Cox."""
+    scores = scores_of(net, batch)[torch.argsort(batch["y"][:, 0])]
+    return (torch.log(scores.exp().cumsum(0)) - scores).mean()
+
+
+def covariance(net, batch):
+    z = net(batch["x"])
+    z = z - z.mean(0)
+    return (z.T @ z / (len(z) - 1)).pow(2).sum()
+
+
+def discrepancy(net, batch):
+    x, y = net(batch["x"]), batch["y"]
+    return torch.exp(-torch.cdist(x, x)).mean() - 2 * torch.exp(-torch.cdist(x, y)).mean()
+
+
+def correlation_with_labels(net, batch):
+    return torch.corrcoef(torch.stack([scores_of(net, batch), batch["y"][:, 0]]))[0, 1]
+
+
+def attention_over_samples(net, batch):
+    z = net(batch["x"])[None]
+    return F.scaled_dot_product_attention(z, z, z).square().mean()
+
+
+def softmax_over_groups(net, batch):
+    return (scores_of(net, batch).view(-1, 2).softmax(1) * batch["y"][:, 0].view(-1, 2)).mean()
+
+
+def centered_between_blocks(net, batch):
+    z = net.blocks[0](batch["x"])
+    return net.blocks[1](z - z.mean(0)).square().mean()
+
+
+def centered_in_place(net, batch):
+    z = net(batch["x"]).clone()
+    z -= z.mean(0)
+    return z.pow_(4).mean()
+
+
+def advantages_of_the_model(net, batch):
+    values = scores_of(net, batch).detach()
+    return ((values - values.mean()) / values.std() * scores_of(net, batch)).mean()
+
+
+def advantages_of_the_batch(net, batch):
+    rewards = batch["y"][:, 0]
+    return ((rewards - rewards.mean()) / rewards.std() * scores_of(net, batch)).mean()
+
+
+def centered_targets(net, batch):
+    return F.mse_loss(net(batch["x"]), batch["y"] - batch["y"].mean(0))
+
+
 COMPARING = [
+    *(outer_product, contraction, independence, alignment, windows_of_samples, shifted_by_a_join),
+    *(shuffled_at_random, flipped, loop_over_pairs, loop_over_rows, written_row_by_row, all_distances, ranks),
+    *(area_under_the_curve, sorted_scores, hardest_samples, survival, covariance, discrepancy),
+    *(correlation_with_labels, attention_over_samples, softmax_over_groups, centered_between_blocks),
+    *(centered_in_place, advantages_of_the_model, advantages_of_the_batch, centered_targets),
     *(clip, clip_of_transformers, siglip, simclr, simclr_by_cosine, simclr_by_parts, with_detached_keys),
     *(negatives_from_the_batch, barlow_twins, vicreg, prototypes, prototypes_of_blocks, triplets),
     *(supervised_contrast, dice_of_the_batch, root_of_a_mean, normalized_by_the_batch),
@@ -252,7 +403,10 @@ def test_losses_that_compare_samples_are_found(loss):
     assert __file__ in comparison(loss)
 
 
-@pytest.mark.parametrize("loss", [clip, barlow_twins], ids=lambda loss: loss.__name__)
+FEW = [clip, barlow_twins, flipped, ranks, survival, covariance]
+
+
+@pytest.mark.parametrize("loss", FEW, ids=lambda loss: loss.__name__)
 def test_microbatches_of_one_sample_are_no_excuse(loss):
     assert comparison(loss, num=SAMPLES)
 
@@ -409,7 +563,56 @@ def rolled_in_time(net, batch):
     )
 
 
+def weights_of_the_batch(net, batch):
+    losses, weights = net(batch["x"]).square().mean(-1), batch["y"][:, 0].abs()
+    return (losses * weights).sum() / weights.sum()
+
+
+def denoising(net, batch):
+    z, times = net(batch["x"]), torch.rand(len(batch["x"]), 1)
+    noise = torch.randn_like(z)
+    return F.mse_loss(net(F.dropout(z, 0.5) * times + noise * (1 - times)), noise)
+
+
+def pairs_of_views(net, batch):
+    """Views that are joined before the model sees them: side by side, and one after the other."""
+    first, second = net(torch.cat([batch["x"], batch["y"]])).chunk(2)
+    twice = net(batch["texts"].repeat_interleave(2, 0)).view(-1, 2, LENGTH, WIDTH)
+    return (first * second).sum(-1).exp().mean() + (twice[:, 0] * twice[:, 1]).tanh().mean()
+
+
+def tokens_of_one_sample(net, batch):
+    h = net(batch["texts"].flatten(0, 1)).view(-1, LENGTH, WIDTH)
+    return (h @ h.transpose(1, 2)).softmax(-1).square().mean() + h.cumsum(1).exp().mean() + h.sort(1).values[:, 0].sum()
+
+
+def alignments_in_time(net, batch):
+    logs, n = net(batch["texts"]).log_softmax(-1).transpose(0, 1), len(batch["texts"])
+    lengths = torch.full((n,), LENGTH), torch.full((n,), 2)
+    return F.ctc_loss(logs, torch.ones(n, 2, dtype=torch.long), *lengths)
+
+
+def mixed_images(net, batch):
+    """An augmentation of the inputs is no comparison of their results."""
+    x = 0.3 * batch["x"] + 0.7 * batch["x"].flip(0)
+    return F.cross_entropy(net.head(net((x - x.mean()) / x.std())), batch["labels"], label_smoothing=0.1)
+
+
+def own_pairs_of_a_matrix(net, batch):
+    """Of all pairs, those of a sample with itself count."""
+    x, y = net(batch["x"]), net(batch["y"])
+    return (x @ y.T).diagonal().exp().mean() + torch.trace(y @ x.T) / len(x)
+
+
+def half_precision(net, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = net.head(net(batch["x"])) @ net.head.weight
+    return (F.cross_entropy(logits.bfloat16(), batch["labels"]) + logits.float().square().mean()).bfloat16()
+
+
 APART = [
+    *(weights_of_the_batch, denoising, pairs_of_views, tokens_of_one_sample, alignments_in_time, mixed_images),
+    *(own_pairs_of_a_matrix, half_precision),
     *(classification, language_model, attention_in_glue, sequence_first, masked_mean, pooled, selected),
     *(dice_of_each_sample, mean_of_features, pairs_of_one_sample, negatives_from_a_queue, learned_proxies),
     *(weighted_terms, gan, variational, statistics_that_are_logged, balance_of_experts, images),
