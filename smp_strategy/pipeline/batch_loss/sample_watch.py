@@ -41,8 +41,8 @@ _GROUP, _WORLDS = 4, 8
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"})
 # Width of the made-up values of the second group.
 _REACH = 8.0
-# Larger tensors are not followed: eight worlds of double precision would be too much memory.
-_MOST_ELEMENTS = 2**24
+# Of larger tensors only the places of samples are followed: eight worlds in double precision take 64 MiB of this one.
+_MOST_ELEMENTS = 2**20
 # Of the largest value: far above the rounding of double precision, and of what code computes in single precision.
 _TOLERANCE = 1e-6
 # What the repetition of a call with made-up values may end with.
@@ -63,7 +63,10 @@ class _Followed(NamedTuple):
 
     is_alive: Callable[[], Any]
     worlds: list[Tensor]
-    """One for each world: those of one group, then those of the other. Or a single one, if it is the same in all."""
+    """One for each world: those of one group, then those of the other. A single one if it is the same in all, and none
+    of a large tensor."""
+    rows: list[Rows | None]
+    """Where the samples are, in both groups, if it is made up; else empty."""
     is_coupled: bool
     """Whether it has another difference than zero."""
 
@@ -111,7 +114,7 @@ class SampleWatch:
         """Let ``interpret`` make a call of the program, and make it in the worlds; see ``ProgramTerms.call``."""
         with self.record.set_aside():
             leaves, structure = flatten_call(args, kwargs)
-            is_known = kind == "op" and callee.function in _known_operations()
+            is_known = kind == "op" and callee.function in _known_operations() and _are_small(leaves)
             # Before the call, which may change its arguments in place.
             given = self._given(callee, args, kwargs, leaves) if is_known else []
             rows = [] if is_known else self._rows(leaves)
@@ -120,10 +123,10 @@ class SampleWatch:
             if is_known and leaves and is_in_place(operation_name(callee.function)):
                 made = [leaves[0]]
             if any(isinstance(each, PlacedTensor) for each in made):
-                worlds = self._run(callee, given, structure, position, made) if is_known else None
-                if worlds is None:
-                    worlds = [self._made_up(each, rows or self._rows(leaves), position) for each in made]
-                self._note(operation_name(callee.function) if kind == "op" else name, leaves, made, worlds)
+                worlds = self._run(callee, given, structure, position, made) if is_known and _are_small(made) else None
+                found = [] if worlds is None else [(each, list[Rows | None]()) for each in worlds]
+                found = found or [self._made_up(each, rows or self._rows(leaves), position) for each in made]
+                self._note(operation_name(callee.function) if kind == "op" else name, leaves, made, found)
         return result
 
     # Arguments
@@ -146,7 +149,7 @@ class SampleWatch:
         if not isinstance(leaf, Tensor):
             return [leaf]
         followed = self._find(leaf)
-        if followed is not None:
+        if followed is not None and followed.worlds:
             return followed.worlds
         if isinstance(leaf, PlacedTensor) or leaf.is_meta or getattr(leaf, "is_guarded", False):
             return [_example(leaf)]
@@ -168,7 +171,9 @@ class SampleWatch:
         for leaf in leaves:
             followed = self._find(leaf)
             rows: list[Rows | None] = []
-            if followed is not None and len(followed.worlds) > 1:
+            if followed is not None and followed.rows:
+                rows = followed.rows
+            elif followed is not None and len(followed.worlds) > 1:
                 groups = followed.worlds[:_GROUP], followed.worlds[_GROUP:]
                 rows = [rows_of_changes(group[_FIRST], group[_A], group[_B]) for group in groups]
             elif isinstance(leaf, Tensor) and (known := self.record.find(leaf)) is not None:
@@ -196,9 +201,6 @@ class SampleWatch:
     ) -> list[list[Tensor]] | None:
         """Results of an operation in the worlds; ``None``: it does not run with made-up values."""
         name, is_same = operation_name(callee.function), all(len(each) == 1 for each in given)
-        tensors = [each for worlds in given for each in worlds if isinstance(each, Tensor)]
-        if any(each.numel() > _MOST_ELEMENTS for each in (*tensors, *_placed(made))):
-            return None
         if is_in_place(name) and not is_same and len(given[0]) == 1:
             given[0] = [given[0][0], *(given[0][0].clone() for _ in range(_WORLDS - 1))]
         results = list[list[Any]]()
@@ -221,34 +223,48 @@ class SampleWatch:
         # Indices and masks that the model's values give stay as they are.
         return [worlds if _is_floating(worlds[0]) else worlds[:1] for worlds in found]
 
-    def _made_up(self, made: Any, rows: Sequence[tuple[Tensor, list[Rows | None]]], position: int) -> list[Tensor]:
-        """Result of a unit in the worlds, as of one that keeps its samples apart."""
+    def _made_up(
+        self, made: Any, rows: Sequence[tuple[Tensor, list[Rows | None]]], position: int
+    ) -> tuple[list[Tensor], list[Rows | None]]:
+        """Result of a unit in the worlds, as of one that keeps its samples apart, and where its samples are."""
         if not isinstance(made, PlacedTensor):
-            return []
-        if not made.is_floating_point() or made.numel() > _MOST_ELEMENTS:
-            return [_example(made)]
+            return [], []
+        if not made.is_floating_point():
+            return [_example(made)], []
+        is_mixed = any(
+            each is not None and each.dim is None and leaf.requires_grad for leaf, both in rows for each in both
+        )
+        known: list[Rows | None] = []
+        for leaf, both in sorted(rows, key=lambda each: each[0].shape != made.shape):
+            if not is_mixed and all(_has_rows(made, leaf, each.dim) for each in both if each is not None):
+                known = both
+                break
+        if not _are_small([made]):
+            return [], known
         with seeded(position, made.spec.device):
             worlds = [_example(made) for _ in range(_WORLDS)]
         worlds[_GROUP:] = [(each - 0.5) * _REACH for each in worlds[_GROUP:]]
-        if any(each is not None and each.dim is None and leaf.requires_grad for leaf, both in rows for each in both):
-            return worlds
-        for leaf, both in sorted(rows, key=lambda each: each[0].shape != made.shape):
-            known = [each for each in both if each is not None]
-            if all(_has_rows(made, leaf, each.dim) for each in known):
-                found = list[Tensor]()
-                for (value, changed, *_), each in zip((worlds[:_GROUP], worlds[_GROUP:]), both, strict=True):
-                    found += [value] * _GROUP if each is None else each.changes(value, changed)
-                return found
-        return worlds[:1]
+        if is_mixed:
+            return worlds, []
+        found = list[Tensor]()
+        for (value, changed, *_), each in zip((worlds[:_GROUP], worlds[_GROUP:]), known, strict=False):
+            found += [value] * _GROUP if each is None else each.changes(value, changed)
+        return found or worlds[:1], known
 
-    def _note(self, name: str, leaves: Sequence[Any], made: Sequence[Any], worlds: Sequence[list[Tensor]]) -> None:
+    def _note(
+        self,
+        name: str,
+        leaves: Sequence[Any],
+        made: Sequence[Any],
+        found: Sequence[tuple[list[Tensor], list[Rows | None]]],
+    ) -> None:
         before = [followed for leaf in leaves if (followed := self._find(leaf)) is not None]
         was_coupled = any(each.is_coupled for each in before)
-        for each, values in zip(made, worlds, strict=True):
+        for each, (values, rows) in zip(made, found, strict=True):
             if not isinstance(each, PlacedTensor):
                 continue
             is_coupled = len(values) > 1 and (_differ(values[:_GROUP]) or _differ(values[_GROUP:]))
-            self._followed[id(each)] = _Followed(weakref.ref(each, self._forget(id(each))), values, is_coupled)
+            self._followed[id(each)] = _Followed(weakref.ref(each, self._forget(id(each))), values, rows, is_coupled)
             if is_coupled:
                 self._coupled.add(each.value.id)
                 if not was_coupled:
@@ -287,6 +303,11 @@ def _has_rows(made: Tensor, given: Tensor, dim: int | None) -> bool:
 
 def _placed(values: Sequence[Any]) -> list[PlacedTensor]:
     return [each for each in values if isinstance(each, PlacedTensor)]
+
+
+def _are_small(values: Sequence[Any]) -> bool:
+    """Whether there is room for all tensors of ``values`` in all worlds."""
+    return all(each.numel() <= _MOST_ELEMENTS for each in values if isinstance(each, Tensor))
 
 
 def _known_operations() -> Any:

@@ -10,6 +10,7 @@ from smp_strategy.engine.dry_run import DryRunInput, dry_run
 from smp_strategy.engine.given_partition import choose_placed_units
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.pipeline.batch_loss import sample_watch
 from smp_strategy.pipeline.microbatch import split
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 8, 4, 6, 5
@@ -409,6 +410,24 @@ FEW = [clip, barlow_twins, flipped, ranks, survival, covariance]
 @pytest.mark.parametrize("loss", FEW, ids=lambda loss: loss.__name__)
 def test_microbatches_of_one_sample_are_no_excuse(loss):
     assert comparison(loss, num=SAMPLES)
+
+
+def far_above(net, batch):
+    """Units that give features have arguments that are too large to be followed."""
+    hidden = net.norm(net(batch["texts"].repeat(1, 8, 1))) * 2
+    features = F.normalize(net.head(hidden[:, 0]), dim=-1)
+    return F.cross_entropy(features @ features.t(), torch.arange(len(features)))
+
+
+def far_above_but_alone(net, batch):
+    hidden = net.norm(net(batch["texts"].repeat(1, 8, 1))) * 2
+    return F.cross_entropy(net.head(hidden[:, 0]), batch["labels"])
+
+
+def test_samples_are_followed_through_tensors_that_are_too_large_for_values(monkeypatch):
+    monkeypatch.setattr(sample_watch, "_MOST_ELEMENTS", 100)
+    assert "`matmul`" in comparison(far_above)
+    assert comparison(far_above_but_alone) == ""
 
 
 # Losses that do not
