@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -37,6 +38,7 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.batch_loss.loss_weights import ProgramTerms
 from smp_strategy.pipeline.batch_loss.sample_watch import SampleWatch
 from smp_strategy.pipeline.current_program import CurrentProgram
+from smp_strategy.pipeline.isolation.carried_objects import with_changes
 from smp_strategy.pipeline.isolation.draws import ProgramDraws
 from smp_strategy.pipeline.isolation.global_rng import GlobalGenerators
 from smp_strategy.pipeline.local_graph import LocalGraph
@@ -155,9 +157,13 @@ class MicrobatchInterpreter:
             before = state_of(callee.exposed)
             state = {label: without_others(value, self) for label, value in before.items()}
             callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
-        # In a dry run a unit fills the user's caches with fake tensors: lent containers are emptied at the end.
-        call, lend = functools.partial(self._call, "unit", name), None if self.computes_here else self._arguments.lend
-        result = self._carried.call(call, name, callee, args, kwargs, self.graph.real, lend)
+        if torch.is_grad_enabled():
+            result = with_changes(self._call("unit", name, callee, args, kwargs), (args, kwargs))
+        else:
+            # In a dry run a unit fills the user's caches with fake tensors: lent containers are emptied at the end.
+            call = functools.partial(self._call, "unit", name)
+            lend = None if self.computes_here else self._arguments.lend
+            result = self._carried.call(call, name, callee, args, kwargs, self.graph.real, lend)
         if callee.exposed:
             # What an earlier microbatch has left there, and this call has not replaced, goes back as it was.
             put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
@@ -211,9 +217,10 @@ class MicrobatchInterpreter:
 
     # Calls
 
-    def _call(self, *call: Any) -> Any:
-        position = len(self.program_trace.events)
-        return self._interpret(*call) if self.terms is None else self.terms.call(self._interpret, position, *call)
+    def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        if self.terms is None:
+            return self._interpret(kind, name, callee, args, kwargs)
+        return self.terms.call(self._interpret, len(self.program_trace.events), kind, name, callee, args, kwargs)
 
     def _interpret(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         if is_under_transform():

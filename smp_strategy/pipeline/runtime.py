@@ -13,7 +13,6 @@ from torch import Tensor
 
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.distributed.torch_modes import NOTHING
 from smp_strategy.distributed.torch_private import mode_set_aside
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.prediction import Callee
@@ -96,7 +95,9 @@ class Runtime:
             self.note_values((args, kwargs))
         if self.note_call is not None:
             self.note_call(program.microbatch, unit, args, kwargs)
-        with NOTHING if program.weights is None else mode_set_aside(program.weights):
+        if program.weights is None:
+            return program.unit(name, unit, args, kwargs)
+        with mode_set_aside(program.weights):
             return program.unit(name, unit, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor, nn
 
 from smp_strategy.distributed.agreement.same_inputs import digest_of, looks_closely, rounded
@@ -37,7 +36,7 @@ from smp_strategy.model.trace.side_effects import Changed, apply_changes, is_obj
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["CarriedContents", "CarriedObjects"]
+__all__ = ["CarriedContents", "CarriedObjects", "with_changes"]
 
 _MOST_COMPARED: Final = 256
 """Elements of a plain tensor that stages compare."""
@@ -81,7 +80,7 @@ class CarriedObjects:
         real: Callable[[Tensor], Tensor],
         lend: Callable[[list[Any]], None] | None,
     ) -> Any:
-        """Call a unit that may change containers and objects among its arguments.
+        """Call a unit without gradients, which may change containers and objects among its arguments.
 
         Args:
             call: Makes the call, given callee and arguments.
@@ -90,20 +89,20 @@ class CarriedObjects:
         """
         contents = self._contents(unit, (args, kwargs), real)
         if contents is None:
-            return _with_changes(call(callee, args, kwargs), (args, kwargs))
+            return with_changes(call(callee, args, kwargs), (args, kwargs))
         callee, kwargs = callee.around(carrying), {**kwargs, CONTENTS: contents.values}
         if lend is not None:
             lend(leaves_of((args, kwargs)))
         contents.take_out()
         try:
-            return contents.finish(_with_changes(call(callee, args, kwargs), (args, kwargs)))
+            return contents.finish(with_changes(call(callee, args, kwargs), (args, kwargs)))
         except BaseException:
             contents.put_back()
             raise
 
     def _contents(self, unit: str, arguments: Any, real: Callable[[Tensor], Tensor]) -> "CarriedContents | None":
-        """Contents of the objects among ``arguments`` of a call without gradients; ``None``: there are none."""
-        objects = [] if torch.is_grad_enabled() else objects_among(arguments)
+        """Contents of the objects among ``arguments``; ``None``: there are none."""
+        objects = objects_among(arguments)
         key = (unit, *map(type, objects))
         if not objects or key in self._inert:
             return None
@@ -186,7 +185,8 @@ def _about(leaf: Any) -> str:
     return str(leaf) if isinstance(leaf, (bool, int, float)) else "-"
 
 
-def _with_changes(result: Any, arguments: Any) -> Any:
+def with_changes(result: Any, arguments: Any) -> Any:
+    """``result`` of a call whose changes of containers among its ``arguments`` are made on every stage."""
     return apply_changes(result, arguments) if isinstance(result, Changed) else result
 
 
