@@ -9,7 +9,8 @@ Dispatch mode of a dry run: counts kernels, notices random draws, answers value-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,13 @@ __all__ = [
     "stand_in",
     "tensors_of",
     "tracked",
+    "until_exchanged",
     "Meter",
     "draws",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Fresh(torch.autograd.Function):
@@ -124,6 +129,25 @@ def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -
         return callee.function(*args, **kwargs)
     shim = _Shim(callee.module, watched(callee.function))
     return torch.func.functional_call(shim, {f"unit.{name}": t for name, t in stand_ins.items()}, args, kwargs)
+
+
+def until_exchanged(run: Callable[P, T]) -> Callable[P, T]:
+    """Decorator for a dry run: runs once more if PyTorch could not exchange a weight (``module.to(dtype)`` in a unit).
+
+    It exchanges fake tensors only if there are no weak references to them, and keeps such references itself the first
+    time.
+    """
+
+    @wraps(run)
+    def runs(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("_apply(): Couldn't swap"):
+                raise
+        return run(*args, **kwargs)
+
+    return runs
 
 
 def fails_again(run: Callable[[], object], error: Exception) -> bool:

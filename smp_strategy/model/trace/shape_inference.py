@@ -37,6 +37,7 @@ from smp_strategy.model.trace.fake_call import (
     stand_in,
     tensors_of,
     tracked,
+    until_exchanged,
 )
 from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.parametrize_cache import uncached
@@ -230,6 +231,7 @@ class ShapeInference:
         except Exception:
             raise error from None
 
+    @until_exchanged
     def _dry_run(
         self,
         callee: Callee,

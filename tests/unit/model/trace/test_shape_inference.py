@@ -366,3 +366,15 @@ def test_an_error_that_comes_again_is_a_property_of_the_code():
     found = predict(convert, real(2, 4))
     assert isinstance(found, Unpredictable)
     assert "numpy" in found.reason
+
+
+def test_a_weight_that_pytorch_does_not_exchange_the_first_time_is_exchanged_the_second_time():
+    failed = []
+
+    def converts(x: Tensor) -> Tensor:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("_apply(): Couldn't swap Linear.weight")
+        return x * 2
+
+    assert predict(converts, real(2, 4)).outputs[0].spec.size == (2, 4)
